@@ -1,0 +1,79 @@
+"""One turn of the owner: choose, run, hand out. Synchronous; lives where the device is."""
+
+from collections.abc import Callable, Mapping
+
+from ..lanes.base import Lane, Row, RowDelta
+from ..lanes.geometry import lane_name
+from ..runtime.errors import RowError
+from .core import Core, Outcome, Plan
+from .messages import OwnerMessage, Turn
+
+
+class Engine:
+    """Drives the scheduler core over installed lanes.
+
+    Args:
+        lanes: Installed lanes by name; the narrowest reads prompts.
+        clock: Seconds, the same clock the requests are stamped with.
+    """
+
+    def __init__(
+        self, core: Core, lanes: Mapping[str, Lane], clock: Callable[[], float], kind: str = "ar"
+    ) -> None:
+        self._core = core
+        self._lanes = lanes
+        self._reader = lanes[lane_name(kind, 1)]
+        self._clock = clock
+        self._rows: dict[str, Row] = {}
+        self._wait_until: float | None = None
+
+    def feed(self, message: OwnerMessage) -> None:
+        """Take one message."""
+        self._core.feed(message, self._clock())
+
+    def turn(self) -> Turn | None:
+        """Run one turn; None when there is nothing to run."""
+        plan = self.choose()
+        if plan.idle:
+            return None
+        outcome = self.run(plan)
+        return self.hand_out(outcome)
+
+    def choose(self) -> Plan:
+        """Ask the core what to run."""
+        plan = self._core.next_plan(self._clock())
+        self._wait_until = plan.wait_until
+        return plan
+
+    def run(self, plan: Plan) -> Outcome:
+        """Run a plan on the lanes; what escapes from here means the device cannot be trusted."""
+        for key in plan.close:
+            row = self._rows.pop(key, None)
+            if row is not None:
+                self._reader.close(row)
+        for key, context in plan.open:
+            self._rows[key] = self._reader.open(key, context)
+        began = self._clock()
+        read = self._read(*plan.read) if plan.read else None
+        between = self._clock()
+        steps: tuple[RowDelta, ...] = ()
+        if plan.step is not None:
+            rows = [self._rows[key] for key in plan.step.rows]
+            steps = tuple(self._lanes[plan.step.lane].step(rows, plan.step.depth))
+        return Outcome(read, between - began, steps, self._clock() - between)
+
+    def hand_out(self, outcome: Outcome) -> Turn:
+        """Book the outcome and return what to hand to whom."""
+        return self._core.apply(outcome, self._clock())
+
+    def wait_s(self) -> float | None:
+        """Return how long the device may wait for messages."""
+        if self._wait_until is None:
+            return None
+        return max(0.0, self._wait_until - self._clock())
+
+    def _read(self, key: str, tokens: int) -> RowDelta | None:
+        try:
+            return self._reader.prefill(self._rows[key], tokens)
+        except RowError as error:
+            return RowDelta(key, error=str(error))

@@ -1,0 +1,240 @@
+"""The whole server but for HTTP: starts everything in order, stops it in reverse."""
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+
+from ..lanes.base import Lane
+from ..runtime.blas import Blas
+from ..runtime.errors import BusyError
+from ..runtime.log import logger
+from ..runtime.meter import Meter
+from ..runtime.modes import EXPERIMENTAL, Mode
+from ..runtime.settings import ServerArgs
+from ..runtime.text import Text
+from ..runtime.thread import Device, DeviceThread
+from .core import Core
+from .engine import Engine
+from .messages import OwnerMessage, Turn
+from .owner import ModelOwner
+from .policies import make_policy
+from .request import Generation, Origin, RequestActor
+
+_FLUSH_SECONDS = 1.0  # how long error events may take to leave at the end of a drain
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What the model is, for the layers above; no array is in here."""
+
+    name: str
+    family: str
+    dtype: str
+    device: str
+    arithmetic: str
+    context: int
+    vocab_size: int
+    created: int
+
+
+class House:
+    """A running model with its request actors."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        served: Served,
+        text: Text,
+        lanes: Sequence[Lane],
+        owner: ModelOwner,
+        meter: Meter,
+        nursery: trio.Nursery,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self.args = args
+        self.served = served
+        self.text = text
+        self.lanes = lanes
+        self.owner = owner
+        self.meter = meter
+        self.draining = False
+        self._nursery = nursery
+        self._clock = clock
+        self._actors: set[RequestActor] = set()
+        self._empty = trio.Event()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose actors live."""
+        return len(self._actors)
+
+    def start(self, generation: Generation) -> RequestActor:
+        """Spawn the actor of one request.
+
+        Raises:
+            BusyError: When the queue is full or the server is shutting down.
+            OwnerDied: When there is no model any more.
+        """
+        if self.draining:
+            raise BusyError("the server is shutting down", 5)
+        self.owner.check_room(len(generation.rows))
+        actor = RequestActor(
+            generation,
+            self.owner,
+            self.text,
+            self.meter,
+            mode=self.args.scheduler_mode.value,
+            deadline_s=self.args.request_timeout_s or math.inf,
+            stall_s=self.args.client_stall_s,
+            clock=self._clock,
+        )
+        self._actors.add(actor)
+        self._nursery.start_soon(self._live, actor, name=f"request {generation.request_id}")
+        return actor
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more, let open requests finish for a while, then end the rest."""
+        self.draining = True
+        logger().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
+        with trio.move_on_after(timeout_s):
+            await self._all_done()
+        reason: Origin = "server_shutdown"
+        for actor in list(self._actors):
+            actor.hang_up(reason)
+        with trio.move_on_after(_FLUSH_SECONDS):
+            await self._all_done()
+
+    async def _all_done(self) -> None:
+        while self._actors:
+            self._empty = trio.Event()
+            await self._empty.wait()
+
+    async def _live(self, actor: RequestActor) -> None:
+        try:
+            await actor.run()
+        finally:
+            self._actors.discard(actor)
+            if not self._actors:
+                self._empty.set()
+
+
+class Loaded:
+    """What the device leaves for the trio side once the model is up."""
+
+    served: Served
+    text: Text
+    lanes: Sequence[Lane]
+
+
+@asynccontextmanager
+async def open_house(args: ServerArgs, path: Path, products: Blas) -> AsyncIterator[House]:
+    """Load the model, check its lanes, and keep the house open for the body.
+
+    Args:
+        path: The model's directory.
+        products: The BLAS that was loaded before MLX, for the log.
+
+    Raises:
+        ModelError: When the model or a lane is refused; nothing has been served then.
+        OwnerDied: When the device broke while the house was open.
+    """
+    loaded = Loaded()
+    clock = trio.lowlevel.current_clock().current_time  # safe to read from any thread
+    device = DeviceThread[OwnerMessage, Turn](lambda: _build(args, path, products, loaded, clock))
+    async with keep_house(args, device, loaded) as house:
+        yield house
+
+
+@asynccontextmanager
+async def keep_house(
+    args: ServerArgs, device: Device[OwnerMessage, Turn], loaded: Loaded
+) -> AsyncIterator[House]:
+    """Run the owner on a device and a nursery of request actors above it."""
+    meter = Meter()
+    pace = args.pace
+    places = {Mode.SERIAL: 1, Mode.COOPERATIVE: pace.max_active_requests}.get(
+        args.scheduler_mode, pace.decode_batch_max
+    )
+    owner = ModelOwner(
+        device, meter, args.scheduler_mode.value, places, args.max_queue
+    )
+    async with trio.open_nursery() as root:
+        await root.start(owner.run)
+        async with trio.open_nursery() as actors:
+            yield House(args, loaded.served, loaded.text, loaded.lanes, owner, meter, actors)
+            actors.cancel_scope.cancel(reason="shutdown")
+        root.cancel_scope.cancel(reason="shutdown")
+
+
+def _build(
+    args: ServerArgs,
+    path: Path,
+    products: Blas,
+    loaded: Loaded,
+    clock: Callable[[], float],
+) -> Engine:
+    """Load and check everything; runs in the device thread, which owns every array from here."""
+    began = time.perf_counter()
+    # These import MLX, which must find the BLAS already there.
+    from ..lanes.install import install
+    from ..runtime.model import load
+
+    model = load(path, args.dtype, args.device, args.context_tokens, args.served_name)
+    card = model.card
+    text = Text(path, card.end_ids)
+    load_s = time.perf_counter() - began
+    pace = args.pace
+    installed = install(model, args.scheduler_mode, pace.decode_batch_max)
+    lanes = {lane.spec.name: lane for lane in installed.lanes}
+    narrow = installed.lanes[0].spec
+    loaded.served = Served(
+        name=card.name,
+        family=card.family,
+        dtype=card.dtype,
+        device=card.device,
+        arithmetic=installed.arithmetic,
+        context=card.context,
+        vocab_size=card.vocab_size,
+        created=card.created,
+    )
+    loaded.text = text
+    loaded.lanes = installed.lanes
+    _log_start(args, loaded, products, card.why, installed.why, load_s, began)
+    policy = make_policy(args.scheduler_mode, pace, args.prefill_share, narrow.prefill_tile)
+    return Engine(Core(policy, narrow.kind), lanes, clock, narrow.kind)
+
+
+def _log_start(
+    args: ServerArgs,
+    loaded: Loaded,
+    products: Blas,
+    dtype_why: str,
+    arithmetic_why: str,
+    load_s: float,
+    began: float,
+) -> None:
+    log = logger().bind(mode=args.scheduler_mode.value)
+    if not products.fast:
+        log.warning("blas.slow", blas=products.name, detail=products.detail)
+    if args.scheduler_mode in EXPERIMENTAL:
+        log.warning("mode.experimental")
+    log.info(
+        "owner.started",
+        model=loaded.served.name,
+        family=loaded.served.family,
+        dtype=loaded.served.dtype,
+        dtype_why=dtype_why,
+        device=loaded.served.device,
+        context=loaded.served.context,
+        blas=products.name,
+        blas_detail=products.detail,
+        arithmetic=loaded.served.arithmetic,
+        arithmetic_why=arithmetic_why,
+        lanes=[lane.spec.name for lane in loaded.lanes],
+        load_s=round(load_s, 3),
+        check_s=round(time.perf_counter() - began - load_s, 3),
+    )

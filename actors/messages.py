@@ -1,0 +1,131 @@
+"""Every message between actors, frozen and tagged; nothing else crosses between them."""
+
+from typing import Literal
+
+import msgspec
+
+from ..runtime.context import RowContext, TokenLogprob
+
+Finish = Literal["stop", "length"]
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The right to one row: what carries a stale epoch is dropped."""
+
+    row: str
+    epoch: int
+
+
+class Admit(msgspec.Struct, frozen=True, tag=True):
+    """To the owner: queue a row.
+
+    Args:
+        credits: Tokens the request is ready to take before it grants more.
+        at: When the request was received, in the owner's clock.
+    """
+
+    lease: Lease
+    request_id: str
+    context: RowContext
+    credits: int
+    at: float
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To the owner: drop a row wherever it is; an unknown or ended one is nothing."""
+
+    lease: Lease
+    reason: str
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """To the owner: the request can take this many more tokens of a row."""
+
+    lease: Lease
+    tokens: int
+
+
+OwnerMessage = Admit | Leave | Grant
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """To a request: a row has its place; reading its prompt begins."""
+
+    lease: Lease
+    queue_wait_s: float
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """To a request: what a row gained in one turn.
+
+    Args:
+        width: Real rows that stepped together, 0 for a token that came of reading the prompt.
+        finish: Set on the last message of a row that ended by itself.
+    """
+
+    lease: Lease
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    lane: str
+    width: int
+    cohort_id: str | None
+    finish: Finish | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """To a request: a row cannot go on."""
+
+    lease: Lease
+    code: str
+    message: str
+
+
+RowMessage = Admitted | Tokens | Failed
+
+
+class CohortSealed(msgspec.Struct, frozen=True, tag=True):
+    """A set of rows began to step together."""
+
+    cohort_id: str
+    lane: str
+    geometry: int
+    rows: tuple[str, ...]
+    requests: tuple[str, ...]
+
+
+class CohortDissolved(msgspec.Struct, frozen=True, tag=True):
+    """A cohort's rows or lane changed; its sums are final."""
+
+    cohort_id: str
+    lane: str
+    geometry: int
+    rows: tuple[str, ...]
+    steps: int
+    tokens: int
+    duration_s: float
+    reason: str
+
+
+Note = CohortSealed | CohortDissolved
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """All that one turn of the owner brought forth; it crosses to trio in one hop.
+
+    Args:
+        width: Real rows of the step, 0 when there was none.
+        state: What the owner is doing: idle, prefilling or decoding.
+    """
+
+    messages: tuple[RowMessage, ...]
+    notes: tuple[Note, ...]
+    width: int
+    lane: str | None
+    step_s: float
+    committed: int
+    prompt_tokens: int
+    read_s: float
+    active_rows: int
+    queue_depth: int
+    state: str

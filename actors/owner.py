@@ -1,0 +1,201 @@
+"""The model owner: one mailbox in front of the device, and the hand-out behind it.
+
+It never waits for a reader: every reply is sent without blocking, and a request that does not
+take its tokens runs out of credits instead.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import trio
+
+from ..runtime.context import RowContext
+from ..runtime.errors import BusyError, ModelError, OwnerDied
+from ..runtime.log import logger
+from ..runtime.meter import Meter
+from ..runtime.thread import Device
+from .messages import (
+    Admit,
+    Admitted,
+    CohortDissolved,
+    CohortSealed,
+    Failed,
+    Grant,
+    Lease,
+    Leave,
+    Note,
+    OwnerMessage,
+    RowMessage,
+    Turn,
+)
+
+_FAREWELL_SECONDS = 1.0  # how long a dead owner waits for its last errors to reach clients
+
+
+class ModelOwner:
+    """The one actor that owns the model.
+
+    Args:
+        device: Where turns run.
+        places: Rows that can be open at once.
+        max_queue: Rows that may wait beyond those.
+    """
+
+    def __init__(
+        self,
+        device: Device[OwnerMessage, Turn],
+        meter: Meter,
+        mode: str,
+        places: int,
+        max_queue: int,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._device = device
+        self._meter = meter
+        self._log = logger().bind(mode=mode)
+        self._places = places
+        self._room = places + max_queue
+        self._clock = clock
+        self._epoch = 0
+        self._open: dict[Lease, trio.MemorySendChannel[RowMessage]] = {}
+        self._holders = 0  # requests that still hold rows, so a dying owner can wait for them
+        self.dead = False
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the device until cancelled.
+
+        Raises:
+            OwnerDied: When the device broke; every open request has been told before.
+        """
+        try:
+            await self._device.run(self._publish, task_status)
+        except ModelError:
+            raise  # refused at load; nobody was served
+        except Exception as error:
+            self.dead = True
+            self._log.error("owner.failed", error=repr(error), exc_info=error)
+            for lease in list(self._open):
+                failure = Failed(lease, "model_failed", "the model stopped working; try again")
+                self._send(failure)
+            with trio.move_on_after(_FAREWELL_SECONDS):
+                while self._holders:
+                    await trio.sleep(_FAREWELL_SECONDS / 100)
+                await trio.sleep(_FAREWELL_SECONDS / 10)  # for the error events' last write
+            raise OwnerDied(f"the model owner failed: {error!r}") from error
+
+    @contextmanager
+    def rows(
+        self, request_id: str, contexts: Sequence[RowContext], credits: int
+    ) -> Iterator[tuple[list[Lease], trio.MemoryReceiveChannel[RowMessage]]]:
+        """Queue a request's rows and hold them; on the way out whatever is open is let go.
+
+        Raises:
+            BusyError: When there is no room for all of them.
+            OwnerDied: When there is no model any more.
+        """
+        self.check_room(len(contexts))
+        # Unbounded, since what a row may send is bounded by the credits its request grants.
+        send, receive = trio.open_memory_channel[RowMessage](math.inf)
+        leases = [self._admit(request_id, i, c, credits, send) for i, c in enumerate(contexts)]
+        self._holders += 1
+        try:
+            yield leases, receive
+        finally:
+            self._holders -= 1
+            for lease in leases:
+                self.leave(lease, "request ended")
+            receive.close()
+
+    def check_room(self, rows: int) -> None:
+        """Raise what `rows` would raise, without queueing anything."""
+        if self.dead:
+            raise OwnerDied("the model owner is gone")
+        if len(self._open) + rows > self._room:
+            waiting = len(self._open) - self._places
+            raise BusyError(
+                f"the queue is full ({max(0, waiting)} rows wait, {rows} more do not fit); "
+                "try again later",
+                self._retry_after(),
+            )
+
+    def grant(self, lease: Lease, tokens: int) -> None:
+        """Let a row run `tokens` further."""
+        self._device.post(Grant(lease, tokens))
+
+    def leave(self, lease: Lease, reason: str) -> None:
+        """Give a row up; one that ended already is nothing."""
+        if self._open.pop(lease, None) is not None:
+            self._device.post(Leave(lease, reason))
+
+    def _admit(
+        self,
+        request_id: str,
+        index: int,
+        context: RowContext,
+        credits: int,
+        send: trio.MemorySendChannel[RowMessage],
+    ) -> Lease:
+        self._epoch += 1
+        lease = Lease(f"{request_id}.{index}", self._epoch)
+        self._open[lease] = send
+        self._device.post(Admit(lease, request_id, context, credits, self._clock()))
+        return lease
+
+    def _publish(self, turn: Turn) -> None:
+        """Hand out one turn; runs in trio's thread between tasks."""
+        self._count(turn)
+        for note in turn.notes:
+            self._note(note)
+        for message in turn.messages:
+            if isinstance(message, Admitted):
+                self._meter.saw_wait(message.queue_wait_s)
+            self._send(message)
+
+    def _send(self, message: RowMessage) -> None:
+        send = self._open.get(message.lease)
+        if send is None:
+            return  # the request left while this was on its way
+        if isinstance(message, Failed) or getattr(message, "finish", None) is not None:
+            del self._open[message.lease]
+        try:
+            send.send_nowait(message)
+        except trio.BrokenResourceError:
+            self.leave(message.lease, "request gone")
+
+    def _count(self, turn: Turn) -> None:
+        if turn.lane is not None:
+            self._meter.saw_step(turn.lane, turn.width, turn.step_s)
+        self._meter.tokens_committed += turn.committed
+        if turn.prompt_tokens:
+            self._meter.saw_read(turn.prompt_tokens, turn.read_s)
+        self._meter.saw_rows(turn.active_rows, turn.queue_depth, turn.state, self._clock())
+
+    def _note(self, note: Note) -> None:
+        fields: dict[str, Any] = {
+            "cohort_id": note.cohort_id,
+            "lane": note.lane,
+            "geometry": note.geometry,
+            "rows": note.rows,
+            "real_width": len(note.rows),
+        }
+        match note:
+            case CohortSealed():
+                self._meter.saw_cohort(len(note.rows))
+                self._log.info("cohort.sealed", **fields, request_ids=note.requests)
+            case CohortDissolved():
+                self._log.info(
+                    "cohort.dissolved",
+                    **fields,
+                    steps=note.steps,
+                    tokens=note.tokens,
+                    acceptance=None,
+                    duration_s=round(note.duration_s, 6),
+                    reason=note.reason,
+                )
+
+    def _retry_after(self) -> int:
+        """Guess when a place frees: the queue's share of the recent pace, 1 to 60 seconds."""
+        p50 = self._meter.queue_wait.p50 or 1.0
+        return max(1, min(60, round(p50)))

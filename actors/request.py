@@ -1,0 +1,294 @@
+"""One request from prompt to last token: its rows, its text, its stops, its cancel scope.
+
+The actor runs in the supervisor's nursery and talks to the owner over messages and to its
+reader over a bounded channel. Nothing but cancellation may leave its task: whatever goes wrong
+becomes this request's error.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import msgspec
+import trio
+
+from ..runtime.context import RowContext, TokenLogprob
+from ..runtime.errors import BusyError, OwnerDied
+from ..runtime.log import logger
+from ..runtime.meter import Meter
+from ..runtime.stops import StopMatcher
+from ..runtime.text import Detokenizer, Text
+from .messages import Admitted, Failed, Finish, Lease, RowMessage, Tokens
+from .owner import ModelOwner
+
+CREDITS: Final = 32  # tokens a row may be ahead of its reader
+PIECES: Final = 16  # pieces a row may have waiting for its reader
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What a request asks for, with all wire formats behind it.
+
+    Args:
+        rows: One context a choice.
+        stops: Stop strings; one that appears ends a row just before it.
+    """
+
+    request_id: str
+    rows: tuple[RowContext, ...]
+    stops: tuple[str, ...] = ()
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Text a row gained, and the log probabilities of the tokens it is made of."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A row is over."""
+
+    index: int
+    finish: Finish
+
+
+Event = Piece | Ended
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What ran for a request, as told to the client that sent it."""
+
+    lanes: tuple[str, ...]
+    widths: tuple[int, ...]
+    queue_wait_s: float
+    time_to_first_token_s: float
+    completion_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The one good end of a request."""
+
+    receipt: Receipt
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """The one bad end of a request."""
+
+    code: str
+    message: str
+
+
+Outcome = Finished | Broken
+Origin = Literal["client_disconnect", "client_stall", "deadline", "server_shutdown"]
+
+
+class RequestActor:
+    """One request.
+
+    Args:
+        deadline_s: Seconds the whole request may take; infinity for no limit.
+        stall_s: Seconds its reader may take nothing.
+        done: Called once, when the actor is over.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        owner: ModelOwner,
+        text: Text,
+        meter: Meter,
+        *,
+        mode: str,
+        deadline_s: float,
+        stall_s: float,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._generation = generation
+        self._owner = owner
+        self._meter = meter
+        self._clock = clock
+        self._stall_s = stall_s
+        self._received_at = clock()
+        self._scope = trio.CancelScope(deadline=self._received_at + deadline_s)
+        self._reason: Origin | None = None
+        self._rows = [_RowText(i, text, generation.stops) for i in range(len(generation.rows))]
+        self._lanes: set[str] = set()
+        self._widths: set[int] = set()
+        self._queue_wait_s: float | None = None
+        self._first_token_s: float | None = None
+        self._log = logger().bind(request_id=generation.request_id, mode=mode)
+        self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
+        self.outcome: Outcome | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far that count."""
+        return sum(row.tokens for row in self._rows)
+
+    def hang_up(self, reason: Origin) -> None:
+        """End the request from outside; the first reason is kept."""
+        if self._reason is None:
+            self._reason = reason
+            self._scope.cancel(reason=reason)
+
+    async def run(self) -> None:
+        """Live until the request is over; never raises."""
+        with self._scope:
+            try:
+                await self._serve()
+            except trio.BrokenResourceError:
+                self._reason = self._reason or "client_disconnect"
+            except trio.TooSlowError:
+                self._reason = self._reason or "client_stall"
+            except BusyError as error:
+                self._settle(Broken("overloaded", str(error)))
+            except OwnerDied as error:
+                self._settle(Broken("model_failed", str(error)))
+            except Exception as error:
+                self._log.error("request.crashed", error=repr(error), exc_info=error)
+                self._settle(Broken("internal_error", "the request failed inside the server"))
+        if self.outcome is None:
+            self._settle(_abandoned(self._reason or "deadline"))
+        self._send.close()
+
+    async def _serve(self) -> None:
+        generation = self._generation
+        with self._owner.rows(generation.request_id, generation.rows, CREDITS) as (leases, replies):
+            self._log.info("request.queued", rows=[lease.row for lease in leases])
+            index = {lease: i for i, lease in enumerate(leases)}
+            while not all(row.ended for row in self._rows):
+                message = await replies.receive()
+                await self._take(message, index[message.lease])
+                if isinstance(message, Failed):
+                    self._settle(Broken(message.code, message.message))
+                    return
+        self._settle(Finished(self._receipt()))
+
+    async def _take(self, message: RowMessage, index: int) -> None:
+        match message:
+            case Admitted(lease, queue_wait_s):
+                self._queue_wait_s = max(self._queue_wait_s or 0.0, queue_wait_s)
+                self._log.info(
+                    "request.admitted", row_id=lease.row, queue_wait_s=round(queue_wait_s, 6)
+                )
+            case Tokens():
+                await self._take_tokens(message, self._rows[index])
+            case Failed():
+                pass
+
+    async def _take_tokens(self, message: Tokens, row: "_RowText") -> None:
+        if row.ended:
+            return
+        self._lanes.add(message.lane)
+        if message.width:
+            self._widths.add(message.width)
+        if message.tokens and self._first_token_s is None:
+            self._note_first_token(message.lease)
+        for event in row.take(message):
+            with trio.fail_after(self._stall_s):
+                await self._send.send(event)
+        if row.ended:
+            self._owner.leave(message.lease, "stop string")
+        else:
+            self._owner.grant(message.lease, len(message.tokens))
+
+    def _note_first_token(self, lease: Lease) -> None:
+        self._first_token_s = self._clock() - self._received_at
+        self._meter.first_tokens.append(self._first_token_s)
+        self._log.info(
+            "request.first_token",
+            row_id=lease.row,
+            time_to_first_token_s=round(self._first_token_s, 6),
+        )
+
+    def _receipt(self) -> Receipt:
+        return Receipt(
+            tuple(sorted(self._lanes)),
+            tuple(sorted(self._widths)),
+            round(self._queue_wait_s or 0.0, 6),
+            round(self._first_token_s or 0.0, 6),
+            self.completion_tokens,
+        )
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Set the one terminal outcome and log it."""
+        assert self.outcome is None, "a request ends once"
+        self.outcome = outcome
+        fields: dict[str, Any] = {
+            "completion_tokens": self.completion_tokens,
+            "duration_s": round(self._clock() - self._received_at, 6),
+        }
+        match outcome:
+            case Finished(receipt):
+                finishes = [row.ended for row in self._rows]
+                self._meter.saw_end("finished")
+                self._log.info(
+                    "request.finished",
+                    **fields,
+                    finish_reasons=finishes,
+                    lanes=receipt.lanes,
+                    widths=receipt.widths,
+                )
+            case Broken("client_disconnect" | "client_stall" as code):
+                self._meter.saw_end("cancelled")
+                self._log.info("request.cancelled", **fields, reason=code)
+            case Broken(code, message):
+                self._meter.saw_end("failed")
+                self._log.warning("request.failed", **fields, code=code, error=message)
+
+
+class _RowText:
+    """The text side of one row: detokenizer, stop strings, and the tokens behind the text."""
+
+    def __init__(self, index: int, text: Text, stops: tuple[str, ...]) -> None:
+        self._index = index
+        self._detokenizer = Detokenizer(text)
+        self._matcher = StopMatcher(stops)
+        self._pushed = 0  # characters given to the matcher
+        self._waiting: list[tuple[int, TokenLogprob]] = []  # (where its text begins, entry)
+        self.tokens = 0
+        self.ended: Finish | None = None
+
+    def take(self, message: Tokens) -> list[Event]:
+        """Return what to pass on for a row's new tokens."""
+        shown = ""
+        for at, token in enumerate(message.tokens):
+            self.tokens += 1
+            is_end = message.finish == "stop" and at == len(message.tokens) - 1
+            if message.logprobs and not is_end:
+                self._waiting.append((self._pushed, message.logprobs[at]))
+            added = "" if is_end else self._detokenizer.push(token)
+            self._pushed += len(added)
+            shown += self._matcher.push(added)
+            if self._matcher.matched is not None:
+                return self._end("stop", shown, message)
+        if message.finish is not None:
+            return self._end(message.finish, shown + self._matcher.flush(), message)
+        piece = Piece(self._index, shown, self._released(), message.prompt_logprobs)
+        return [piece] if shown or piece.logprobs or piece.prompt_logprobs else []
+
+    def _end(self, finish: Finish, shown: str, message: Tokens) -> list[Event]:
+        self.ended = finish
+        entries = self._released()
+        piece = Piece(self._index, shown, entries, message.prompt_logprobs)
+        last: list[Event] = [piece] if shown or entries or piece.prompt_logprobs else []
+        return [*last, Ended(self._index, finish)]
+
+    def _released(self) -> tuple[TokenLogprob, ...]:
+        """Return entries of tokens whose text has been shown, at least in part."""
+        shown, over = self._matcher.emitted, self.ended is not None
+        cut = self._matcher.matched is not None
+        ready = [e for at, e in self._waiting if at < shown or (over and not cut)]
+        self._waiting = [] if over else [w for w in self._waiting if w[0] >= shown]
+        return tuple(ready)
+
+
+def _abandoned(reason: Origin) -> Broken:
+    messages = {
+        "client_disconnect": "the client went away",
+        "client_stall": "the client stopped reading",
+        "deadline": "the request took longer than request_timeout_s allows",
+        "server_shutdown": "the server is shutting down",
+    }
+    return Broken(reason, messages[reason])

@@ -1,0 +1,118 @@
+"""The routes on one Quart-Trio app."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import trio
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
+from quart import Request, Response, request
+from quart_trio import QuartTrio
+from quart_trio.asgi import TrioASGIHTTPConnection
+
+from ..actors.house import House
+from .chat import chat_completions
+from .completions import completions
+from .guard import Guard
+from .models import list_models, show_model
+from .problems import from_exception, reply
+from .status import StatusPage
+from .tokens import detokenize, tokenize
+
+BODY_SECONDS: Final = 30.0  # a body that trickles in for longer is given up
+
+
+class Connection(TrioASGIHTTPConnection):
+    """One request on a connection, kept from undoing hypercorn's keep-alive timer.
+
+    quart-trio cancels the request's tasks on the disconnect event that hypercorn queues at the
+    end of every answer, and with them the re-arming of the idle timer. So once the final body
+    event is on its way, a disconnect cancels nothing.
+    """
+
+    _answered = False
+
+    async def handle_messages(
+        self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
+    ) -> None:
+        await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)
+        if not self._answered:
+            nursery.cancel_scope.cancel(reason="client disconnected")
+
+    async def _send_response(self, send: ASGISendCallable, response: Any) -> None:
+        async def watched(message: Any) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._answered = True
+            await send(message)
+
+        await super()._send_response(watched, response)
+
+
+def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> QuartTrio:
+    """Return the app over a running house."""
+    app = QuartTrio("paceline")
+    app.asgi_http_class = Connection
+    app.url_map.strict_slashes = False
+    app.json.sort_keys = False  # type: ignore[attr-defined]
+    app.config.update(
+        RESPONSE_TIMEOUT=None,  # streams last as long as they last; actors have deadlines
+        BODY_TIMEOUT=BODY_SECONDS,
+        MAX_CONTENT_LENGTH=house.args.body_limit_mb << 20,
+        PROVIDE_AUTOMATIC_OPTIONS=True,
+    )
+    guard = Guard(house.args)
+    page = StatusPage(house, clock)
+
+    @app.before_request
+    async def check() -> Response | None:
+        return guard.check(request)
+
+    @app.after_request
+    async def dress(response: Response) -> Response:
+        return guard.dress(request, response)
+
+    @app.errorhandler(Exception)
+    async def explain(error: Exception) -> Response:
+        return from_exception(error)
+
+    @app.post("/v1/chat/completions")
+    async def chat() -> Response:
+        return await chat_completions(house, await _body())
+
+    @app.post("/v1/completions")
+    async def legacy() -> Response:
+        return await completions(house, await _body())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return list_models(house)
+
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        return show_model(house, name)
+
+    @app.post("/v1/tokenize")
+    async def tokens() -> Response:
+        return await tokenize(house, await _body())
+
+    @app.post("/v1/detokenize")
+    async def text() -> Response:
+        return await detokenize(house, await _body())
+
+    @app.get("/health")
+    async def health() -> Response:
+        return page.health()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return page.metrics()
+
+    @app.get("/")
+    async def root() -> Response:
+        return reply(200, {"name": "paceline", "model": house.served.name, "api": "/v1"})
+
+    return app
+
+
+async def _body() -> bytes:
+    raw = await request.get_data()
+    return raw if isinstance(raw, bytes) else raw.encode()

@@ -1,0 +1,140 @@
+"""`paceline bench`: load servers over HTTP, interleaved, and print what each of them did."""
+
+import json
+import os
+import platform
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .bench_load import Round, run_round
+from .bench_targets import KINDS, Target, external, spawn
+
+_DEFAULT_TARGETS: Final = "serial,ar_batch"
+
+
+class Cell(msgspec.Struct):
+    """One target at one number of concurrent requests: medians over rounds."""
+
+    target: str
+    concurrency: int
+    rounds: int
+    tokens_per_s: float
+    tokens_per_s_all: list[float]
+    first_token_s_p50: float
+    first_token_s_p95: float
+    gap_s_p50: float
+    gap_s_p95: float
+    gap_s_max: float
+    errors: int
+
+
+@click.command("bench")
+@click.option("--targets", default=_DEFAULT_TARGETS, help=f"of {', '.join(KINDS)} [{_DEFAULT_TARGETS}]")
+@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="a server that runs already")
+@click.option("--concurrency", default="1,3,8", help="concurrent requests [1,3,8]")
+@click.option("--tokens", default=128, help="tokens a request [128]")
+@click.option("--rounds", default=3, help="times each cell is run [3]")
+@click.option("--temperature", default=0.0, help="sampling temperature [0]")
+@click.option("--model", default="starter", help="model of the servers that are started")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="write the result here")
+def command(
+    targets: str,
+    urls: tuple[str, ...],
+    concurrency: str,
+    tokens: int,
+    rounds: int,
+    temperature: float,
+    model: str,
+    json_path: Path | None,
+) -> None:
+    """Measure tokens/s, time to first token and token gap.
+
+    Every round runs each target at each concurrency once, so that what else the machine does
+    falls on all of them; the median over rounds is reported. Compare ratios within one run.
+    """
+    console = Console(stderr=True)
+    widths = [int(n) for n in concurrency.split(",")]
+    with ExitStack() as servers:
+        running = [external(*url.split("=", 1)) for url in urls]
+        for kind in filter(None, targets.split(",")) if not urls else ():
+            console.print(f"starting {kind}")
+            running.append(servers.enter_context(spawn(kind, model)))
+        cells = _measure(running, widths, rounds, tokens, temperature, console)
+    _print(cells)
+    if json_path is not None:
+        result = {"machine": _machine(), "tokens": tokens, "cells": msgspec.to_builtins(cells)}
+        json_path.write_text(json.dumps(result, indent=1))
+
+
+def _measure(
+    targets: list[Target],
+    widths: list[int],
+    rounds: int,
+    tokens: int,
+    temperature: float,
+    console: Console,
+) -> list[Cell]:
+    seen: dict[tuple[str, int], list[Round]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("warming up", total=rounds * len(widths) * len(targets))
+        for target in targets:
+            run_round(target, 1, min(tokens, 8), temperature, salt=-1)
+        for number in range(rounds):
+            for width in widths:
+                for target in targets:
+                    progress.update(task, description=f"{target.name} x{width}")
+                    found = run_round(target, width, tokens, temperature, salt=number)
+                    seen.setdefault((target.name, width), []).append(found)
+                    progress.advance(task)
+    return [_cell(name, width, found) for (name, width), found in seen.items()]
+
+
+def _cell(name: str, width: int, rounds: list[Round]) -> Cell:
+    speeds = [found.tokens_per_s for found in rounds]
+    firsts = sorted(t for found in rounds for t in found.first_token_s)
+    gaps = sorted(t for found in rounds for t in found.gap_s)
+    return Cell(
+        name,
+        width,
+        len(rounds),
+        statistics.median(speeds),
+        speeds,
+        _rank(firsts, 0.5),
+        _rank(firsts, 0.95),
+        _rank(gaps, 0.5),
+        _rank(gaps, 0.95),
+        gaps[-1] if gaps else 0.0,
+        sum(found.errors for found in rounds),
+    )
+
+
+def _rank(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _print(cells: list[Cell]) -> None:
+    first = {cell.concurrency: cell.tokens_per_s for cell in reversed(cells)}
+    table = Table("target", "requests", "tokens/s", "ratio", "first token p50/p95", "gap p50/p95/max")
+    for cell in cells:
+        table.add_row(
+            cell.target + (f" ({cell.errors} errors)" if cell.errors else ""),
+            str(cell.concurrency),
+            f"{cell.tokens_per_s:.1f}",
+            f"{cell.tokens_per_s / (first[cell.concurrency] or 1):.2f}",
+            f"{cell.first_token_s_p50:.2f} / {cell.first_token_s_p95:.2f} s",
+            f"{cell.gap_s_p50 * 1e3:.0f} / {cell.gap_s_p95 * 1e3:.0f} / {cell.gap_s_max * 1e3:.0f} ms",
+        )
+    Console().print(table)
+
+
+def _machine() -> dict[str, Any]:
+    return {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()}

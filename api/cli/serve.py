@@ -1,0 +1,53 @@
+"""`paceline serve`: load a model and serve it until a signal."""
+
+from typing import Any
+
+import click
+import trio
+
+from ...actors.house import House
+from ...runtime import blas, log
+from ...runtime.errors import ModelError
+from ...runtime.modes import INSTALLED
+from ...runtime.settings import ServerArgs, resolve
+from ..server import run_server
+from .options import given, settings_options
+
+
+@click.command("serve")
+@settings_options
+def command(**flags: Any) -> None:
+    """Serve a model at http://HOST:PORT/v1 (defaults in brackets)."""
+    args = resolve(given(flags)).args
+    log.configure(args.log_level, args.log_format)
+    refuse_uninstalled(args)
+    products = blas.preload(args.fast_blas)  # before anything imports MLX, the starter's converter included
+    from ...runtime.model import find_model
+
+    path = find_model(args.model)
+    trio.run(run_server, args, path, products, announce)
+
+
+def refuse_uninstalled(args: ServerArgs) -> None:
+    """Refuse a mode this build cannot run.
+
+    Raises:
+        ModelError: Naming the modes there are.
+    """
+    if args.scheduler_mode not in INSTALLED:
+        names = ", ".join(mode.value for mode in INSTALLED)
+        raise ModelError(
+            f"scheduler_mode {args.scheduler_mode.value!r} is not installed in this build; "
+            f"choose one of: {names}"
+        )
+
+
+def announce(url: str, house: House) -> None:
+    """Say on standard output that the server is up, and what to try."""
+    name = house.served.name
+    click.echo(
+        f"\npaceline serves {name} ({house.args.scheduler_mode.value}) at {url}/v1\n\n"
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "stream": true, '
+        '"messages": [{"role": "user", "content": "Write one sentence about the sea."}]}\'\n'
+    )

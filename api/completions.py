@@ -1,0 +1,135 @@
+"""POST /v1/completions, the legacy route: prompts of four forms, echo, flat log probabilities."""
+
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+from quart import Response
+
+from ..actors.house import House
+from ..actors.request import Ended, Finished, Piece
+from ..runtime.context import TokenLogprob
+from .answers import (
+    BrokenAnswer,
+    Collected,
+    collect,
+    new_request_id,
+    open_request,
+    paceline_of,
+    text_logprobs,
+    usage_of,
+)
+from .problems import decode, reply
+from .schemas import CompletionRequest, TextChoice, TextReply
+from .sse import stream
+from .translate import Order, completion_order
+
+_DECODER: Final = msgspec.json.Decoder(CompletionRequest)
+
+
+async def completions(house: House, raw: bytes) -> Response:
+    """Serve one legacy completion, streamed or whole."""
+    body: CompletionRequest = decode(_DECODER, raw)
+    request_id = new_request_id()
+    order = await completion_order(body, request_id, house.text, house.served)
+    actor = open_request(house, order, "completions")
+    headers = {"x-request-id": request_id}
+    if order.stream:
+        return stream(actor, TextStream(house, order), headers)
+    try:
+        choices, finished = await collect(actor, order)
+    except BrokenAnswer as error:
+        return error.response()
+    answer = TextReply(
+        id=_answer_id(order),
+        created=int(time.time()),
+        model=house.served.name,
+        choices=[_choice(house, order, i, choice) for i, choice in enumerate(choices)],
+        usage=usage_of(order, finished),
+        paceline=paceline_of(order, finished, house.args.scheduler_mode.value),
+    )
+    return reply(200, answer, headers)
+
+
+def _choice(house: House, order: Order, index: int, choice: Collected) -> TextChoice:
+    prompt = house.text.decode(order.prompts[index // order.n]) if order.echo else ""
+    text = "" if order.drop_completion else choice.text
+    logprobs = None
+    if order.alternatives is not None:
+        entries = [*choice.prompt_logprobs, *([] if order.drop_completion else choice.logprobs)]
+        logprobs, _ = text_logprobs(entries, house.text, order.alternatives, 0)
+    return TextChoice(index, prompt + text, logprobs, choice.finish)
+
+
+class TextStream:
+    """The chunks of one streamed completion."""
+
+    def __init__(self, house: House, order: Order) -> None:
+        self._house = house
+        self._order = order
+        self._id = _answer_id(order)
+        self._created = int(time.time())
+        self._open = len(order.generation.rows)
+        self._offsets = [0] * self._open
+        self._last: TextChoice | None = None
+
+    def opening(self) -> Iterable[TextReply]:
+        """Repeat the prompts when the caller asked for an echo without log probabilities."""
+        if not self._order.echo or self._order.alternatives is not None:
+            return []
+        return [
+            self._chunk(TextChoice(index, self._house.text.decode(prompt)))
+            for index, prompt in enumerate(self._prompt_of_each_row())
+        ]
+
+    def piece(self, piece: Piece) -> Iterable[TextReply]:
+        """Return new text, after the echoed prompt tokens that carry log probabilities."""
+        chunks = []
+        if piece.prompt_logprobs:
+            shown = self._house.text.decode(e.token for e in piece.prompt_logprobs)
+            chunks.append(self._text(piece.index, shown, list(piece.prompt_logprobs)))
+        if (piece.text or piece.logprobs) and not self._order.drop_completion:
+            chunks.append(self._text(piece.index, piece.text, list(piece.logprobs)))
+        return chunks
+
+    def ended(self, ended: Ended) -> Iterable[TextReply]:
+        """Return a choice's end; the very last one waits, to carry what ran."""
+        choice = TextChoice(ended.index, "", None, ended.finish)
+        self._open -= 1
+        if self._open == 0:
+            self._last = choice
+            return []
+        return [self._chunk(choice)]
+
+    def closing(self, finished: Finished) -> Iterable[TextReply]:
+        """Return the last choice's end and, when asked for, the usage."""
+        chunks = [self._chunk(self._last)] if self._last is not None else []
+        if self._order.include_usage:
+            chunks.append(self._chunk(None))
+            chunks[-1].usage = usage_of(self._order, finished)
+        mode = self._house.args.scheduler_mode.value
+        chunks[-1].paceline = paceline_of(self._order, finished, mode)
+        return chunks
+
+    def _text(self, index: int, text: str, entries: list[TokenLogprob]) -> TextReply:
+        logprobs = None
+        if self._order.alternatives is not None:
+            logprobs, self._offsets[index] = text_logprobs(
+                entries, self._house.text, self._order.alternatives, self._offsets[index]
+            )
+        return self._chunk(TextChoice(index, text, logprobs))
+
+    def _chunk(self, choice: TextChoice | None) -> TextReply:
+        choices = [choice] if choice is not None else []
+        chunk = TextReply(self._id, self._created, self._house.served.name, choices)
+        if self._order.include_usage:
+            chunk.usage = None
+        return chunk
+
+    def _prompt_of_each_row(self) -> list[tuple[int, ...]]:
+        return [prompt for prompt in self._order.prompts for _ in range(self._order.n)]
+
+
+def _answer_id(order: Order) -> str:
+    return "cmpl-" + order.generation.request_id.removeprefix("req-")

@@ -1,0 +1,36 @@
+"""GET /v1/models and /v1/models/NAME."""
+
+from quart import Response
+
+from ..actors.house import House
+from .problems import problem, reply
+from .schemas import ModelEntry, ModelList
+
+
+def list_models(house: House) -> Response:
+    """List the one model that is loaded."""
+    return reply(200, ModelList([_entry(house)]))
+
+
+def show_model(house: House, name: str) -> Response:
+    """Show the loaded model under its own name."""
+    if name != house.served.name:
+        return problem(
+            404,
+            f"model {name!r} is not loaded; this server has {house.served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+    return reply(200, _entry(house))
+
+
+def _entry(house: House) -> ModelEntry:
+    served = house.served
+    return ModelEntry(
+        id=served.name,
+        created=served.created,
+        owned_by="paceline",
+        max_model_len=served.context,
+        dtype=served.dtype,
+        lanes=[lane.spec.name for lane in house.lanes],
+    )

@@ -1,0 +1,408 @@
+"""The OpenAI shapes as structs. Request bodies tolerate unknown fields, since agents send extras.
+
+Source: OpenAI API description 2.3 (chat completions, completions, models, errors). Fields
+marked "extension" are ours or common to local servers.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Positive = Annotated[int, Meta(ge=1, le=2**31)]
+Count = Annotated[int, Meta(ge=0, le=2**31)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=10)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+Alternatives = Annotated[int, Meta(ge=0, le=20)]
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A piece of text in a message."""
+
+    text: str
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    """A piece of an assistant's earlier refusal, sent back as history."""
+
+    refusal: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """An image; a text model cannot see it."""
+
+    image_url: Any = None
+
+
+class AudioPart(Struct, tag_field="type", tag="input_audio"):
+    """A sound; a text model cannot hear it."""
+
+    input_audio: Any = None
+
+
+class FilePart(Struct, tag_field="type", tag="file"):
+    """A file; nothing here reads it."""
+
+    file: Any = None
+
+
+Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+Content = str | list[Part]
+
+
+class FunctionCall(Struct):
+    """A call an assistant made earlier; arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A tool call in the history."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class SystemMessage(Struct, tag_field="role", tag="system"):
+    """Instructions."""
+
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(Struct, tag_field="role", tag="developer"):
+    """Instructions, under the newer name of the role."""
+
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Struct, tag_field="role", tag="user"):
+    """What the user says."""
+
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+    """What the model said or called before."""
+
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ToolMessage(Struct, tag_field="role", tag="tool"):
+    """What a tool answered."""
+
+    content: Content
+    tool_call_id: str
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class FunctionTool(Struct):
+    """The description of a callable function."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool the model may be told of."""
+
+    function: FunctionTool
+    type: Literal["function"] = "function"
+
+
+class StreamOptions(Struct):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """What form the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Any = None
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What both completion routes share. null is the same as leaving a field out."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    stop: str | Annotated[list[str], Meta(max_length=64)] | None = None
+    seed: int | None = None  # 64 bits, signed or not; checked in translate.py
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None  # extension; 0 and -1 are off
+    min_p: Fraction | None = None  # extension
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None  # extension
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None  # extension: run to the budget
+    user: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """POST /v1/completions."""
+
+    # msgspec allows one array type a union: this holds text, texts, token ids, or lists of them.
+    prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
+    suffix: str | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /v1/tokenize: a raw prompt, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /v1/detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Meta(ge=0)]]
+
+
+class ErrorBody(Struct):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Struct):
+    """The body of every error."""
+
+    error: ErrorBody
+
+
+class TopLogprob(Struct):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct):
+    """One token of a chat answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log probabilities of a chat answer or of one chunk of it."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(Struct):
+    """Log probabilities in the shape of /v1/completions; the four lists are of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class PromptDetails(Struct):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionDetails(Struct):
+    """What completion tokens were."""
+
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
+    completion_tokens_details: CompletionDetails = msgspec.field(
+        default_factory=CompletionDetails
+    )
+
+
+class Paceline(Struct):
+    """Extension: what ran for this request. Times in seconds."""
+
+    mode: str
+    lanes: tuple[str, ...]
+    widths: tuple[int, ...]
+    seed: int
+    queue_wait_s: float
+    time_to_first_token_s: float
+    max_tokens: int
+
+
+class ChatMessage(Struct):
+    """An answer."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One answer and how it ended."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None
+
+
+class ChatReply(Struct):
+    """The body of an unstreamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    paceline: Paceline
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str | None = None
+
+
+class ChatDelta(Struct):
+    """What a chunk adds to an answer."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(Struct):
+    """One event of a streamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+    usage: Usage | None | UnsetType = UNSET
+    paceline: Paceline | UnsetType = UNSET
+
+
+class TextChoice(Struct):
+    """One completion, whole or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class TextReply(Struct):
+    """A completion, or one event of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
+    usage: Usage | None | UnsetType = UNSET
+    paceline: Paceline | UnsetType = UNSET
+
+
+class ModelEntry(Struct):
+    """One model under /v1/models; the last three fields are extensions."""
+
+    id: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    dtype: str
+    lanes: list[str]
+    object: Literal["model"] = "model"
+
+
+class ModelList(Struct):
+    """GET /v1/models."""
+
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"
+
+
+class TokenizeReply(Struct):
+    """The tokens of a prompt."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeReply(Struct):
+    """The text of some tokens."""
+
+    prompt: str

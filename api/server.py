@@ -1,0 +1,188 @@
+"""Hypercorn in our own nursery, with the guards it lacks, and the life of the process.
+
+A client that stops reading is cut after `client_stall_s`; hypercorn's own sender would wait
+for it for ever, even past SIGTERM.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import hypercorn.trio.run
+import trio
+from hypercorn.config import Config
+from hypercorn.events import Closed, RawData
+from hypercorn.trio import serve
+from hypercorn.trio.tcp_server import TCPServer
+
+from ..actors.house import House, open_house
+from ..runtime.blas import Blas
+from ..runtime.log import logger
+from ..runtime.settings import ServerArgs
+from .app import make_app
+
+_GRACE_SECONDS: Final = 2.0  # hypercorn's own, after the drain: only idle connections are left
+_MARGIN_SECONDS: Final = 10.0  # over everything that is bounded, before the watchdog
+_SECOND_SIGNAL: Final = 130
+_STUCK: Final = 75
+_FILES: Final = 8192  # open files wanted: one a connection
+
+
+class GuardedTCPServer(TCPServer):
+    """Hypercorn's connection, with a sender that is fast when it can be and never stuck."""
+
+    stall_s = 30.0
+
+    async def protocol_send(self, event: Any) -> None:
+        """Send without blocking where the socket has room; else wait, but not for ever."""
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        data = memoryview(event.data)
+        if not self.send_lock.locked():
+            data = data[self._send_nowait(data) :]
+        if data and not await self._send_bounded(data):
+            await self.protocol.handle(Closed())
+
+    def _send_nowait(self, data: memoryview) -> int:
+        """Send what fits into the socket's buffer; 0 when that is not known or nothing fits."""
+        raw = getattr(getattr(self.stream, "socket", None), "_sock", None)
+        if raw is None:
+            return 0
+        try:
+            return int(raw.send(data))
+        except OSError:
+            return 0  # the slow path finds out what is wrong
+
+    async def _send_bounded(self, data: memoryview) -> bool:
+        """Send the rest; False when the client is gone or took nothing for too long."""
+        async with self.send_lock:
+            with trio.move_on_after(self.stall_s, shield=True) as stall:
+                try:
+                    await self.stream.send_all(bytes(data))
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    return False
+        if stall.cancelled_caught:
+            logger().info("connection.stalled", stall_s=self.stall_s)
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(self.stream)
+            return False
+        return True
+
+
+class HypercornLog:
+    """Hypercorn's log lines as ours; a client that went away mid-answer is no error."""
+
+    def __init__(self, config: Config) -> None:
+        self._log = logger()
+
+    async def access(self, *_: Any) -> None:
+        """Say nothing: request events say more."""
+
+    async def debug(self, message: str, *args: Any, **_: Any) -> None:
+        self._log.debug("hypercorn", message=message % args if args else message)
+
+    async def info(self, message: str, *args: Any, **_: Any) -> None:
+        self._log.debug("hypercorn", message=message % args if args else message)
+
+    async def warning(self, message: str, *args: Any, **_: Any) -> None:
+        self._log.warning("hypercorn", message=message % args if args else message)
+
+    async def error(self, message: str, *args: Any, **_: Any) -> None:
+        self._log.error("hypercorn", message=message % args if args else message)
+
+    async def exception(self, message: str, *args: Any, **_: Any) -> None:
+        gone = (trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError)
+        level = self._log.debug if isinstance(sys.exc_info()[1], gone) else self._log.error
+        level("hypercorn", message=message % args if args else message, exc_info=True)
+
+
+async def run_server(
+    args: ServerArgs, path: Path, products: Blas, announce: Callable[[str, House], None]
+) -> None:
+    """Load, serve until a signal, drain, and return.
+
+    Args:
+        announce: Called with the base URL once the port is open.
+
+    Raises:
+        ModelError: The model or a lane was refused; the port never opened.
+        OwnerDied: The model owner failed; every open request has been told.
+        OSError: The address cannot be bound.
+    """
+    _raise_file_limit()
+    stop = trio.Event()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_watch_signals, stop, args)
+        async with open_house(args, path, products) as house:
+            await serve_house(house, stop, announce)
+        nursery.cancel_scope.cancel(reason="served")
+
+
+async def serve_house(
+    house: House, stop: trio.Event, announce: Callable[[str, House], None]
+) -> None:
+    """Serve a running house until `stop`, then drain it."""
+    args = house.args
+    GuardedTCPServer.stall_s = args.client_stall_s
+    hypercorn.trio.run.TCPServer = GuardedTCPServer
+    closed = trio.Event()
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(
+            partial(
+                serve,
+                make_app(house),
+                _config(args),
+                shutdown_trigger=closed.wait,
+            )
+        )
+        announce(urls[0], house)
+        await stop.wait()
+        await house.drain(args.drain_timeout_s)
+        closed.set()
+    logger().info("server.stopped")
+
+
+def _config(args: ServerArgs) -> Config:
+    config = Config()
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    config.bind = [f"{host}:{args.port}"]
+    config.accesslog = None
+    config.logger_class = HypercornLog
+    config.include_server_header = False
+    config.keep_alive_timeout = args.keep_alive_s
+    config.graceful_timeout = _GRACE_SECONDS
+    config.backlog = 1024
+    return config
+
+
+async def _watch_signals(
+    stop: trio.Event,
+    args: ServerArgs,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Stop gently on the first SIGTERM or SIGINT, at once on the second."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            if stop.is_set():
+                os._exit(_SECOND_SIGNAL)
+            logger().info("server.signal", signal=signal.Signals(number).name)
+            stop.set()
+            limit = args.drain_timeout_s + args.client_stall_s + _MARGIN_SECONDS
+            watchdog = threading.Timer(limit, os._exit, (_STUCK,))
+            watchdog.daemon = True
+            watchdog.start()
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,131 @@
+"""Structs to event-stream bytes, and the body object that relays an actor to a client.
+
+No async generator is on this path: `__aexit__` is the one place that tells the actor its
+client has gone, whatever the reason.
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import msgspec
+import trio
+from quart import Response
+from quart.wrappers.response import ResponseBody
+
+from ..actors.request import Broken, Ended, Finished, Piece, RequestActor
+from .problems import broken_body
+from .schemas import ErrorReply
+
+HEARTBEAT_SECONDS: Final = 10.0  # well below the shortest client timeout we know of
+_MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
+_DONE: Final = b"data: [DONE]\n\n"
+_ALIVE: Final = b": keep-alive\n\n"
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+class Formatter(Protocol):
+    """One route's way to write a stream."""
+
+    def opening(self) -> Iterable[msgspec.Struct]:
+        """Return what a stream begins with."""
+        ...
+
+    def piece(self, piece: Piece) -> Iterable[msgspec.Struct]:
+        """Return the events for new text."""
+        ...
+
+    def ended(self, ended: Ended) -> Iterable[msgspec.Struct]:
+        """Return the events for a choice that is over; its last may wait for `closing`."""
+        ...
+
+    def closing(self, finished: Finished) -> Iterable[msgspec.Struct]:
+        """Return what stands before the done mark."""
+        ...
+
+
+class EventBody(ResponseBody):
+    """Relays an actor's events, as many as are ready in one write."""
+
+    def __init__(self, actor: RequestActor, formatter: Formatter) -> None:
+        self._actor = actor
+        self._formatter = formatter
+        self._opening: Iterable[msgspec.Struct] | None = formatter.opening()
+        self._over = False
+
+    async def __aenter__(self) -> "EventBody":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._actor.events.close()
+        if self._actor.outcome is None:
+            self._actor.hang_up("client_disconnect")
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._over:
+            raise StopAsyncIteration
+        if self._opening is not None:
+            first, self._opening = self._opening, None
+            if opening := _encoded(first):
+                return opening
+        with trio.move_on_after(HEARTBEAT_SECONDS):
+            return await self._next_write()
+        return _ALIVE
+
+    async def convert_to_sequence(self) -> bytes:
+        """Return the whole stream at once."""
+        return b"".join([part async for part in self])
+
+    async def make_conditional(self, *args: Any) -> None:
+        """Ranges make no sense for a stream."""
+        raise NotImplementedError
+
+    async def _next_write(self) -> bytes:
+        events = self._actor.events
+        parts: list[bytes] = []
+        try:
+            parts.append(self._format(await events.receive()))
+            while len(parts) < _MOST:
+                parts.append(self._format(events.receive_nowait()))
+        except trio.WouldBlock:
+            pass
+        except trio.EndOfChannel:
+            self._over = True
+            parts.append(self._last())
+        return b"".join(parts)
+
+    def _format(self, event: Piece | Ended) -> bytes:
+        if isinstance(event, Piece):
+            return _encoded(self._formatter.piece(event))
+        return _encoded(self._formatter.ended(event))
+
+    def _last(self) -> bytes:
+        """Return the one terminal event: the done mark, or an error and nothing after it."""
+        match self._actor.outcome:
+            case Finished() as finished:
+                return _encoded(self._formatter.closing(finished)) + _DONE
+            case Broken() as broken:
+                return _encoded([ErrorReply(broken_body(broken))])
+            case None:
+                raise AssertionError("an actor settles before it closes its channel")
+
+
+def stream(actor: RequestActor, formatter: Formatter, headers: dict[str, str]) -> Response:
+    """Return a streamed answer."""
+    return Response(
+        EventBody(actor, formatter),
+        content_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
+    )
+
+
+def _encoded(events: Iterable[msgspec.Struct]) -> bytes:
+    return b"".join(b"data: " + _ENCODER.encode(event) + b"\n\n" for event in events)

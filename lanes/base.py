@@ -1,0 +1,170 @@
+"""What a lane is: one installed, checked way to run rows at one geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.context import RowContext, TokenLogprob
+
+if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
+    from .ragged import RowSlots
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One self-check and what it saw."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """The record that a lane was checked when it was installed.
+
+    Args:
+        max_logit_difference: Largest difference of a logit from B1 on the same rows; 0 is bitwise.
+        seconds: What the checks took.
+    """
+
+    checks: tuple[Check, ...]
+    max_logit_difference: float
+    seconds: float
+
+
+class LaneSpec(msgspec.Struct, frozen=True):
+    """What a lane is.
+
+    Args:
+        geometry: Rows of its forward pass: 1, 3 or 8.
+        arithmetic: "constant-shape" when a row's bits cannot depend on its neighbours or on the
+            width; "stock" for mlx-lm's own layers, whose difference from B1 is measured.
+        tile: Rows every matrix product is padded to (1: none).
+        prefill_tile: Prompt tokens of one forward pass; boundaries lie at its multiples.
+    """
+
+    name: str
+    kind: str
+    geometry: int
+    dtype: str
+    arithmetic: str
+    tile: int
+    prefill_tile: int
+
+
+class RowDelta(msgspec.Struct, frozen=True):
+    """What one row gained in one call.
+
+    Args:
+        tokens: Newly chosen tokens, in order.
+        logprobs: One entry a token when asked for, else empty.
+        prompt_logprobs: Entries of prompt tokens just read, when asked for.
+        error: Why the row cannot go on; its neighbours are not concerned.
+    """
+
+    key: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+class SeatHolder(Protocol):
+    """A wider lane's shared buffers, as a seated row sees them."""
+
+    def leave(self, row: Row, *, keep: bool = False) -> None:
+        """Give the seat back; with `keep`, carry keys and values to the row's own buffers."""
+        ...
+
+
+class Row:
+    """The device side of one sequence; only the device thread touches it."""
+
+    def __init__(self, key: str, context: RowContext, slots: RowSlots) -> None:
+        self.key = key
+        self.context = context
+        self.slots = slots  # its keys and values while it has no seat in a wider lane
+        self.seats: SeatHolder | None = None  # where it is seated, if it is
+        self.read = 0  # prompt tokens whose keys and values are written
+        self.generated: list[int] = []
+        self.counts: dict[int, int] = {}  # how often each token was generated
+        self.prompt_set = frozenset(context.prompt) if context.sampling.penalised else frozenset()
+
+    @property
+    def position(self) -> int:
+        """Position of the token to be chosen next, counted from the prompt's first."""
+        return len(self.context.prompt) + len(self.generated)
+
+    @property
+    def last_token(self) -> int:
+        """The token whose keys and values are not written yet."""
+        return self.generated[-1] if self.generated else self.context.prompt[-1]
+
+    def commit(self, token: int) -> None:
+        """Append a chosen token."""
+        self.generated.append(token)
+        self.counts[token] = self.counts.get(token, 0) + 1
+
+
+class Trunk(Protocol):
+    """A model behind the two forward passes that lanes need."""
+
+    arithmetic: str
+    tile: int
+    prefill_tile: int
+    vocab_size: int
+
+    def new_row(self) -> RowSlots:
+        """Return empty keys and values for one row."""
+        ...
+
+    def new_slots(self, count: int) -> RowSlots:
+        """Return empty keys and values for `count` rows side by side."""
+        ...
+
+    def prefill(
+        self, slots: RowSlots, tokens: Sequence[int], *, want: str
+    ) -> NDArray[np.float32] | None:
+        """Read tokens into slot 0 at its length; one tile at most.
+
+        Args:
+            want: "none", "last" or "all" positions' logits.
+
+        Returns:
+            Logits [1 or len(tokens), vocabulary], float32, or None.
+        """
+        ...
+
+    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Write one token a slot and return the next position's logits [slots, vocabulary].
+
+        Lengths are not advanced: the caller commits what it keeps.
+        """
+        ...
+
+
+class Lane(Protocol):
+    """One way to run rows; rows may move between lanes between two calls."""
+
+    spec: LaneSpec
+    receipt: Receipt
+
+    def open(self, key: str, context: RowContext) -> Row:
+        """Start a row."""
+        ...
+
+    def prefill(self, row: Row, count: int) -> RowDelta | None:
+        """Read up to `count` more prompt tokens; the last of them yields the first token."""
+        ...
+
+    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+        """Run one lockstep step over rows whose prompts are read; one delta a row."""
+        ...
+
+    def close(self, row: Row) -> None:
+        """Let go of whatever the row holds here; closing twice does nothing."""
+        ...

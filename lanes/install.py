@@ -1,0 +1,72 @@
+"""From mode, model and settings to installed lanes: check each, then install it or refuse aloud."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ..runtime.errors import ModelError
+from ..runtime.model import LoadedModel
+from ..runtime.modes import Mode
+from . import lockstep
+from .ar import ArLane
+from .base import Lane, Trunk
+from .geometry import GEOMETRIES, geometry_for, lane_name
+from .lockstep import LockstepTrunk
+from .selfcheck import LaneChecker, probe_tile
+from .stock import StockTrunk
+
+# Which geometries a mode needs; rows then run on the narrowest that carries them.
+NEEDS: Final[dict[Mode, Sequence[int]]] = {
+    Mode.SERIAL: (1,),
+    Mode.COOPERATIVE: (1,),
+    Mode.AR_BATCH: GEOMETRIES,
+}
+
+
+class Installed(msgspec.Struct, frozen=True):
+    """The lanes of a running server, narrowest first, and how their arithmetic was chosen."""
+
+    lanes: tuple[Lane, ...]
+    arithmetic: str
+    why: str
+
+
+def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
+    """Build and check the lanes a mode needs on a loaded model.
+
+    Args:
+        widest: The most rows that will step together; wider geometries are left out.
+
+    Raises:
+        LaneRefused: When a check fails; nothing else is run in its place.
+        ModelError: When the mode or the model has no lane in this build.
+    """
+    if mode not in NEEDS:
+        names = ", ".join(m.value for m in NEEDS)
+        raise ModelError(
+            f"scheduler_mode {mode.value!r} is not installed in this build; it has: {names}"
+        )
+    trunk, why = _choose_trunk(model)
+    needed = [g for g in NEEDS[mode] if g <= geometry_for(widest)]
+    checker = LaneChecker(trunk, model.card.dtype)
+    lanes: list[Lane] = []
+    for geometry in needed:
+        receipt = checker.check(lane_name("ar", geometry), geometry)
+        lanes.append(ArLane(trunk, geometry, model.card.dtype, receipt))
+    return Installed(tuple(lanes), trunk.arithmetic, why)
+
+
+def _choose_trunk(model: LoadedModel) -> tuple[Trunk, str]:
+    """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers."""
+    vocab_size = model.card.vocab_size
+    if model.card.device != "cpu" or model.card.dtype != "float32":
+        return StockTrunk(model.net, vocab_size), "constant-shape arithmetic is for float32 on CPUs"
+    why_not = lockstep.unsupported(model.net)
+    if why_not is not None:
+        return StockTrunk(model.net, vocab_size), why_not
+    tile = probe_tile(model.net)
+    if tile is None:
+        return StockTrunk(model.net, vocab_size), "this BLAS rounds by a row's place in every tile"
+    return LockstepTrunk(model.net, tile, vocab_size), f"rows keep their bits in tiles of {tile}"
+

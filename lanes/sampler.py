@@ -1,0 +1,181 @@
+"""From logits to a token, on the host: filters, penalties, Gumbel-max choice, log probabilities.
+
+The choice at a position is argmax(filtered logits / T + gumbel(seed, position, token)), which
+samples the filtered softmax exactly (Gumbel 1954; Maddison et al. 2014) and is the same
+whoever runs it. No pass sorts the vocabulary: candidates come from chunk maxima, and noise is
+only worked out for tokens that can still win.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime import noise
+from ..runtime.context import Sampling, TokenLogprob
+from ..runtime.errors import RowError
+from .base import Row
+
+_CHUNK: Final = 256  # logits whose maximum stands for them
+_CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:
+    """Choose a row's next token.
+
+    Args:
+        logits: The model's own, [vocabulary]; not changed.
+
+    Returns:
+        The token and, when the row asks for it, its log probability.
+
+    Raises:
+        RowError: When the logits are not finite where it matters.
+    """
+    sampling = row.context.sampling
+    adjusted = adjust(logits, sampling, row.prompt_set, row.counts)
+    peak = float(adjusted.max())
+    if not np.isfinite(peak):
+        raise RowError("the model produced no finite logit; the row cannot go on")
+    if sampling.temperature == 0:
+        token = int(adjusted.argmax())
+    else:
+        key = noise.stream_key(row.context.seed, row.position)
+        token = draw(adjusted, sampling, key)
+    report = None
+    if sampling.logprobs is not None:
+        report = logprob_of(logits, token, sampling.logprobs)
+    return token, report
+
+
+def adjust(
+    logits: Logits, sampling: Sampling, prompt: frozenset[int], counts: Mapping[int, int]
+) -> Logits:
+    """Return logits with bias and penalties; the same array when there are none."""
+    if not sampling.penalised and not sampling.logit_bias:
+        return logits
+    out = logits.copy()
+    if sampling.repetition_penalty != 1.0:
+        seen = np.fromiter(prompt.union(counts), np.int64)
+        picked = out[seen]
+        factor = np.float32(sampling.repetition_penalty)
+        out[seen] = np.where(picked > 0, picked / factor, picked * factor)
+    if counts and (sampling.presence_penalty or sampling.frequency_penalty):
+        tokens = np.fromiter(counts.keys(), np.int64, len(counts))
+        times = np.fromiter(counts.values(), np.float32, len(counts))
+        out[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    for token, bias in sampling.logit_bias:
+        out[token] += np.float32(bias)
+    return out
+
+
+def draw(logits: Logits, sampling: Sampling, key: tuple[int, int]) -> int:
+    """Sample one token with the noise named by `key`; temperature is above 0."""
+    filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    if not filtered:
+        return _draw_unfiltered(logits, sampling.temperature, key)
+    kept = filter_tokens(logits, sampling)
+    return int(kept[np.argmax(_scores(logits, kept, sampling.temperature, key))])
+
+
+def filter_tokens(logits: Logits, sampling: Sampling) -> Ids:
+    """Return the tokens that top_k, top_p and min_p keep, most likely first."""
+    wanted = max(sampling.top_k, _CANDIDATES)
+    while True:
+        top = top_tokens(logits, wanted)
+        kept = _kept(logits, top, sampling)
+        if kept is not None:
+            return kept
+        wanted *= 8
+
+
+def top_tokens(logits: Logits, count: int) -> Ids:
+    """Return at least the `count` most likely tokens, complete down to the last one's logit.
+
+    Sorted by logit, then by id, so ties fall the same way everywhere.
+    """
+    size = logits.shape[0]
+    whole = size // _CHUNK * _CHUNK
+    chunks = whole // _CHUNK
+    if count >= min(size, chunks):
+        found = np.arange(size)
+    else:
+        peaks = logits[:whole].reshape(chunks, _CHUNK).max(axis=1)
+        floor = np.partition(peaks, chunks - count)[chunks - count]
+        found = np.flatnonzero(logits >= floor)
+    order = np.lexsort((found, -logits[found]))
+    return found[order]
+
+
+def logprob_of(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
+    """Return a token's log probability and the likeliest alternatives under plain softmax."""
+    peak = float(logits.max())
+    normaliser = peak + float(np.log(np.exp(logits - peak, dtype=np.float64).sum()))
+    top = top_tokens(logits, alternatives)[:alternatives] if alternatives else ()
+    return TokenLogprob(
+        token,
+        float(logits[token]) - normaliser,
+        tuple((int(t), float(logits[t]) - normaliser) for t in top),
+    )
+
+
+def _kept(logits: Logits, top: Ids, sampling: Sampling) -> Ids | None:
+    """Apply the filters to the likeliest tokens; None when they may keep more than these."""
+    size = logits.shape[0]
+    scaled = logits[top].astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled[0])
+    if 0 < sampling.top_k < size:
+        top, weights = top[: sampling.top_k], weights[: sampling.top_k]
+        complete = True
+    else:
+        complete = len(top) == size
+    end = len(top)
+    if sampling.top_p < 1:
+        mass = weights.sum() if complete else _total_weight(logits, sampling.temperature, scaled[0])
+        reached = np.cumsum(weights) >= sampling.top_p * mass
+        if not reached.any() and not complete:
+            return None
+        end = int(reached.argmax()) + 1 if reached.any() else end
+        complete = True
+    if sampling.min_p > 0:
+        likely = int((weights[:end] >= sampling.min_p).sum())
+        if likely == end and not complete:
+            return None
+        end = max(1, likely)
+    return top[:end]
+
+
+def _total_weight(logits: Logits, temperature: float, peak: float) -> float:
+    return float(np.exp(logits / np.float32(temperature) - np.float32(peak)).sum(dtype=np.float64))
+
+
+def _draw_unfiltered(logits: Logits, temperature: float, key: tuple[int, int]) -> int:
+    """Take the best of the likeliest tokens, then only tokens whose noise could still beat it."""
+    top = top_tokens(logits, _CANDIDATES)
+    scores = _scores(logits, top, temperature, key)
+    best = int(np.argmax(scores))
+    if len(top) == logits.shape[0]:
+        return int(top[best])
+    # Everything else lies at or below the last candidate: to win it needs this much noise.
+    needed = float(scores[best]) - float(logits[top[-1]]) / temperature
+    if needed > noise.GUMBEL_MAX:
+        return int(top[best])
+    bits = noise.token_bits(key, _all_tokens(logits.shape[0]))
+    rivals = np.flatnonzero(bits >= np.uint32(noise.bits_at_least(needed)))
+    pool = np.union1d(rivals, top[best : best + 1])
+    return int(pool[np.argmax(_scores(logits, pool, temperature, key))])
+
+
+def _scores(
+    logits: Logits, tokens: Ids, temperature: float, key: tuple[int, int]
+) -> NDArray[np.float64]:
+    bits = noise.token_bits(key, tokens.astype(np.uint32))
+    return logits[tokens].astype(np.float64) / temperature + noise.gumbel(bits)
+
+
+def _all_tokens(size: int) -> NDArray[np.uint32]:
+    return np.arange(size, dtype=np.uint32)

@@ -1,0 +1,65 @@
+"""Which row sits in which slot of a wider lane, and how a row moves between lanes.
+
+A row is seated when it first steps in a lane, by copying its keys and values into a free slot,
+and stays until it is closed, steps in another lane, or has to make room for a stepping row.
+"""
+
+from collections.abc import Sequence
+
+from .base import Row
+from .ragged import RowSlots
+
+
+class Seats:
+    """The shared buffers of one wider lane and the rows in them."""
+
+    def __init__(self, slots: RowSlots) -> None:
+        self._slots = slots
+        self._rows: list[Row | None] = [None] * slots.count
+
+    def take(self, rows: Sequence[Row]) -> tuple[RowSlots, list[int]]:
+        """Seat all rows and return the buffers and each row's slot.
+
+        At most as many rows as there are slots; others that sit here leave only for them.
+        """
+        for row in rows:
+            if row.seats is not self:
+                self._seat(row, rows)
+        return self._slots, [self._place(row) for row in rows]
+
+    def leave(self, row: Row, *, keep: bool = False) -> None:
+        """Give the seat back; with `keep`, carry keys and values to the row's own buffers."""
+        at = self._place(row)
+        if keep:
+            row.slots = self._slots.extract(at)
+        row.seats = None
+        self._rows[at] = None
+        self._slots.lengths[at] = 0
+        if not any(self._rows):
+            self._slots.clear()
+
+    def _seat(self, row: Row, stepping: Sequence[Row]) -> None:
+        if row.seats is not None:
+            row.seats.leave(row, keep=True)
+        if all(self._rows):
+            idle = next(r for r in self._rows if r is not None and r not in stepping)
+            self.leave(idle, keep=True)
+        at = self._rows.index(None)
+        self._slots.place(at, row.slots)
+        row.slots.clear()
+        self._rows[at] = row
+        row.seats = self
+
+    def _place(self, row: Row) -> int:
+        return next(at for at, seated in enumerate(self._rows) if seated is row)
+
+
+class OwnSeat:
+    """Geometry 1: a row steps on its own buffers, wherever it sat before."""
+
+    def take(self, rows: Sequence[Row]) -> tuple[RowSlots, list[int]]:
+        """Return the one row's own buffers."""
+        (row,) = rows
+        if row.seats is not None:
+            row.seats.leave(row, keep=True)
+        return row.slots, [0]

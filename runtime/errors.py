@@ -1,0 +1,83 @@
+"""Every exception paceline raises, in one tree; what they become outside is decided at the edge.
+
+    PacelineError
+    +-- CallerError         the request is wrong; trying it again changes nothing
+    |   +-- ContextOverflow the prompt does not fit the model's context window
+    +-- BusyError           nothing is wrong, but there is no room now; try again later
+    +-- RowError            one row cannot go on; its neighbours can
+    +-- SettingsError       a setting is unknown, malformed or at odds with another
+    +-- ModelError          the model cannot be had or cannot do what is asked of it
+    |   +-- LaneRefused     a lane failed a check at load and is not installed
+    +-- OwnerDied           the model owner is gone; the process must be restarted
+"""
+
+from typing import Final
+
+EXIT_SETTINGS: Final = 2
+EXIT_MODEL: Final = 3
+EXIT_PORT: Final = 4
+
+
+class PacelineError(Exception):
+    """The root of all errors paceline raises on purpose."""
+
+
+class CallerError(PacelineError):
+    """A request that cannot be served as it was written.
+
+    Args:
+        message: One line for the caller.
+        param: The field of the request that is wrong, as a path (`messages[0].content`).
+        code: A stable machine word, where OpenAI defines one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextOverflow(CallerError):
+    """The prompt alone fills the context window."""
+
+    def __init__(self, prompt_tokens: int, context: int, *, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context} tokens, but the prompt has "
+            f"{prompt_tokens} tokens; at least one must be left to generate. Shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class BusyError(PacelineError):
+    """The server has no room for the request now; `retry_after_s` is an honest guess."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RowError(PacelineError):
+    """One row failed in its own work; raised inside a lane and kept from its neighbours."""
+
+
+class SettingsError(PacelineError):
+    """A setting is wrong; the message names it, its value and where that came from."""
+
+
+class ModelError(PacelineError):
+    """The model cannot be found, read or run; the message says what to do."""
+
+
+class LaneRefused(ModelError):
+    """A lane did not pass a check when the model loaded, so the server does not start."""
+
+    def __init__(self, lane: str, check: str, found: str) -> None:
+        super().__init__(f"lane {lane} is not installed: check '{check}' failed: {found}")
+        self.lane = lane
+        self.check = check
+
+
+class OwnerDied(PacelineError):
+    """The device thread ended; every open request has been told."""

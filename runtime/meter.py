@@ -1,0 +1,100 @@
+"""Counters and histograms that /health and /metrics read; written on the trio side only."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+_RECENT: Final = 1024  # waits remembered for percentiles
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Three percentiles in seconds, None before anything was seen."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Meter:
+    """What a running server counts."""
+
+    def __init__(self) -> None:
+        self.last_real_width = 0
+        self.batch_histogram: dict[int, int] = {}
+        self.rows_peak = 0
+        self.active_rows = 0
+        self.queue_depth = 0
+        self.steps = 0
+        self.row_steps = 0
+        self.tokens_committed = 0
+        self.prompt_tokens = 0
+        self.cohorts_sealed = 0
+        self.active_lane: str | None = None
+        self.state = "idle"
+        self.last_progress = 0.0
+        self.step_seconds = 0.0
+        self.read_seconds = 0.0
+        self.requests: dict[str, int] = {}
+        self.first_tokens: deque[float] = deque(maxlen=_RECENT)
+        self._waits: deque[float] = deque(maxlen=_RECENT)
+
+    def saw_cohort(self, width: int) -> None:
+        """Count a sealed cohort; the histogram holds those of two or more rows."""
+        self.cohorts_sealed += 1
+        if width >= 2:
+            self.batch_histogram[width] = self.batch_histogram.get(width, 0) + 1
+
+    def saw_step(self, lane: str, width: int, seconds: float) -> None:
+        """Count one lockstep step."""
+        self.active_lane = lane
+        self.last_real_width = width
+        self.steps += 1
+        self.row_steps += width
+        self.step_seconds += seconds
+
+    def saw_read(self, tokens: int, seconds: float) -> None:
+        """Count prompt tokens read."""
+        self.prompt_tokens += tokens
+        self.read_seconds += seconds
+
+    def saw_rows(self, active: int, queued: int, state: str, now: float) -> None:
+        """Note who is there and that the owner has just made progress."""
+        self.active_rows = active
+        self.queue_depth = queued
+        self.rows_peak = max(self.rows_peak, active)
+        self.state = state
+        self.last_progress = now
+
+    def saw_wait(self, seconds: float) -> None:
+        """Note how long a row waited for its place."""
+        self._waits.append(seconds)
+
+    def saw_end(self, outcome: str) -> None:
+        """Count a request by how it ended."""
+        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+
+    @property
+    def queue_wait(self) -> Quantiles:
+        """Percentiles of recent waits."""
+        return quantiles(self._waits)
+
+    @property
+    def time_to_first_token(self) -> Quantiles:
+        """Percentiles of recent times from receipt to first token."""
+        return quantiles(self.first_tokens)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Draft tokens accepted a row and step; a lane that drafts nothing accepts none."""
+        return 0.0
+
+
+def quantiles(values: Iterable[float]) -> Quantiles:
+    """Return p50, p90 and p99 by nearest rank."""
+    ordered = sorted(values)
+    if not ordered:
+        return Quantiles(None, None, None)
+    ranks = (ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in (0.5, 0.9, 0.99))
+    return Quantiles(*(round(value, 6) for value in ranks))

@@ -1,0 +1,150 @@
+"""The one thread that may call MLX, and the way back into trio.
+
+`trio.to_thread` promises no fixed thread, and an MLX array belongs to the thread that made it.
+So this is a plain thread, alive from start to stop: it blocks on its inbox while idle, runs
+turn after turn while there is work, and crosses back with one `run_sync_soon` a turn.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final, Generic, Protocol, TypeVar
+
+import trio
+
+Message = TypeVar("Message", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+M = TypeVar("M")
+R = TypeVar("R")
+
+# Turns that trio has not taken yet; more would let the device run ahead of its cancellations.
+LAG: Final = 4
+JOIN_SECONDS: Final = 5.0  # a turn is far shorter; a device stuck for longer is given up
+
+
+class TurnLoop(Protocol[Message, Result]):
+    """What the thread drives."""
+
+    def feed(self, message: Message) -> None:
+        """Take one message."""
+        ...
+
+    def turn(self) -> Result | None:
+        """Run one turn; None when there is nothing to run."""
+        ...
+
+    def wait_s(self) -> float | None:
+        """Return how long to wait for messages after an empty turn; None is for ever."""
+        ...
+
+
+class Device(Protocol[M, R]):
+    """Where turns run: this thread in production, a trio task in virtual-time tests."""
+
+    async def run(
+        self,
+        publish: Callable[[R], None],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Run until stopped; raises whatever broke the loop. Started once the loop is built."""
+        ...
+
+    def post(self, message: M) -> None:
+        """Hand a message over; never blocks, and does nothing once the device has ended."""
+        ...
+
+
+class DeviceThread(Generic[M, R]):
+    """Builds a turn loop inside a thread of its own and drives it there.
+
+    Args:
+        build: Makes the loop; runs in the thread, so every array it makes belongs there.
+    """
+
+    def __init__(self, build: Callable[[], TurnLoop[M, R]], name: str = "paceline-device") -> None:
+        self._build = build
+        self._inbox: queue.SimpleQueue[M | None] = queue.SimpleQueue()
+        self._lag = threading.Semaphore(LAG)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._ready = trio.Event()
+        self._ended = trio.Event()
+        self._error: BaseException | None = None
+        self._publish: Callable[[R], None] = lambda result: None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self.stuck = False  # the thread did not end in time and may still be inside MLX
+
+    def post(self, message: M) -> None:
+        """Hand a message to the thread."""
+        self._inbox.put(message)
+
+    async def run(
+        self,
+        publish: Callable[[R], None],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Start the thread and stay until it ends; see `Device.run`."""
+        self._publish = publish
+        self._token = trio.lowlevel.current_trio_token()
+        self._thread.start()
+        try:
+            await self._ready.wait()
+            if self._error is None:
+                task_status.started()
+                await self._ended.wait()
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._inbox.put(None)
+            with trio.move_on_after(JOIN_SECONDS, shield=True) as waiting:
+                await self._ended.wait()
+            self.stuck = waiting.cancelled_caught
+            if not self.stuck:
+                self._thread.join(JOIN_SECONDS)
+
+    def _main(self) -> None:
+        error: BaseException | None = None
+        try:
+            loop = self._build()
+            self._post_back(self._ready.set)
+            self._drive(loop)
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._post_back(self._end, error)
+
+    def _drive(self, loop: TurnLoop[M, R]) -> None:
+        timeout: float | None = None
+        waiting = True  # nothing to run: block for a message
+        while True:
+            try:
+                message = self._inbox.get(block=waiting, timeout=timeout if waiting else None)
+                while True:
+                    if message is None:
+                        return
+                    loop.feed(message)
+                    message = self._inbox.get_nowait()
+            except queue.Empty:
+                pass
+            result = loop.turn()
+            waiting = result is None
+            if result is None:
+                timeout = loop.wait_s()
+            else:
+                self._lag.acquire()
+                self._post_back(self._deliver, result)
+
+    def _deliver(self, result: R) -> None:
+        self._lag.release()
+        self._publish(result)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._ready.set()
+        self._ended.set()
+
+    def _post_back(self, call: Callable[..., object], *args: object) -> None:
+        assert self._token is not None
+        try:
+            self._token.run_sync_soon(call, *args)
+        except trio.RunFinishedError:
+            self._lag.release()  # trio is gone; do not block on a reader that never comes
