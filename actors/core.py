@@ -166,9 +166,7 @@ class Core:
         opened = self._admit(now)
         choice = self._policy.choose(self._scene(now))
         step = self._step_plan(choice, now)
-        self._plan = Plan(
-            tuple(self._closing), tuple(opened), choice.read, step, choice.wait_until
-        )
+        self._plan = Plan(tuple(self._closing), tuple(opened), choice.read, step, choice.wait_until)
         self._closing = []
         return self._plan
 

@@ -81,7 +81,6 @@ class House:
         """
         if self.draining:
             raise BusyError("the server is shutting down", 5)
-        self.owner.check_room(len(generation.rows))
         actor = RequestActor(
             generation,
             self.owner,
@@ -159,9 +158,7 @@ async def keep_house(
     places = {Mode.SERIAL: 1, Mode.COOPERATIVE: pace.max_active_requests}.get(
         args.scheduler_mode, pace.decode_batch_max
     )
-    owner = ModelOwner(
-        device, meter, args.scheduler_mode.value, places, args.max_queue
-    )
+    owner = ModelOwner(device, meter, args.scheduler_mode.value, places, args.max_queue)
     async with trio.open_nursery() as root:
         await root.start(owner.run)
         async with trio.open_nursery() as actors:

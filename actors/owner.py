@@ -5,8 +5,7 @@ take its tokens runs out of credits instead.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
@@ -85,40 +84,29 @@ class ModelOwner:
                 await trio.sleep(_FAREWELL_SECONDS / 10)  # for the error events' last write
             raise OwnerDied(f"the model owner failed: {error!r}") from error
 
-    @contextmanager
-    def rows(
+    def admit(
         self, request_id: str, contexts: Sequence[RowContext], credits: int
-    ) -> Iterator[tuple[list[Lease], trio.MemoryReceiveChannel[RowMessage]]]:
-        """Queue a request's rows and hold them; on the way out whatever is open is let go.
+    ) -> tuple[list[Lease], trio.MemoryReceiveChannel[RowMessage]]:
+        """Queue a request's rows at once, in order, and return what they will say.
+
+        No task switch lies between two calls, so rows queue in the order they were asked for.
 
         Raises:
-            BusyError: When there is no room for all of them.
+            BusyError: When there is no room for all of them; then none is queued.
             OwnerDied: When there is no model any more.
         """
-        self.check_room(len(contexts))
+        self._check_room(len(contexts))
         # Unbounded, since what a row may send is bounded by the credits its request grants.
         send, receive = trio.open_memory_channel[RowMessage](math.inf)
         leases = [self._admit(request_id, i, c, credits, send) for i, c in enumerate(contexts)]
         self._holders += 1
-        try:
-            yield leases, receive
-        finally:
-            self._holders -= 1
-            for lease in leases:
-                self.leave(lease, "request ended")
-            receive.close()
+        return leases, receive
 
-    def check_room(self, rows: int) -> None:
-        """Raise what `rows` would raise, without queueing anything."""
-        if self.dead:
-            raise OwnerDied("the model owner is gone")
-        if len(self._open) + rows > self._room:
-            waiting = len(self._open) - self._places
-            raise BusyError(
-                f"the queue is full ({max(0, waiting)} rows wait, {rows} more do not fit); "
-                "try again later",
-                self._retry_after(),
-            )
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Take back what `admit` gave; rows that are still open are let go."""
+        self._holders -= 1
+        for lease in leases:
+            self.leave(lease, "request ended")
 
     def grant(self, lease: Lease, tokens: int) -> None:
         """Let a row run `tokens` further."""
@@ -128,6 +116,17 @@ class ModelOwner:
         """Give a row up; one that ended already is nothing."""
         if self._open.pop(lease, None) is not None:
             self._device.post(Leave(lease, reason))
+
+    def _check_room(self, rows: int) -> None:
+        if self.dead:
+            raise OwnerDied("the model owner is gone")
+        if len(self._open) + rows > self._room:
+            waiting = len(self._open) - self._places
+            raise BusyError(
+                f"the queue is full ({max(0, waiting)} rows wait, {rows} more do not fit); "
+                "try again later",
+                self._retry_after(),
+            )
 
     def _admit(
         self,

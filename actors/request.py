@@ -12,12 +12,11 @@ import msgspec
 import trio
 
 from ..runtime.context import RowContext, TokenLogprob
-from ..runtime.errors import BusyError, OwnerDied
 from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.stops import StopMatcher
 from ..runtime.text import Detokenizer, Text
-from .messages import Admitted, Failed, Finish, Lease, RowMessage, Tokens
+from .messages import Admitted, Failed, Finish, Lease, Tokens
 from .owner import ModelOwner
 
 CREDITS: Final = 32  # tokens a row may be ahead of its reader
@@ -89,7 +88,10 @@ class RequestActor:
     Args:
         deadline_s: Seconds the whole request may take; infinity for no limit.
         stall_s: Seconds its reader may take nothing.
-        done: Called once, when the actor is over.
+
+    Raises:
+        BusyError: On creation, when the queue has no room for all its rows.
+        OwnerDied: On creation, when there is no model any more.
     """
 
     def __init__(
@@ -104,7 +106,6 @@ class RequestActor:
         stall_s: float,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self._generation = generation
         self._owner = owner
         self._meter = meter
         self._clock = clock
@@ -120,6 +121,9 @@ class RequestActor:
         self._log = logger().bind(request_id=generation.request_id, mode=mode)
         self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
         self.outcome: Outcome | None = None
+        # Here and not in the task, so that requests queue in the order they came in.
+        self._leases, self._replies = owner.admit(generation.request_id, generation.rows, CREDITS)
+        self._log.info("request.queued", rows=[lease.row for lease in self._leases])
 
     @property
     def completion_tokens(self) -> int:
@@ -141,31 +145,27 @@ class RequestActor:
                 self._reason = self._reason or "client_disconnect"
             except trio.TooSlowError:
                 self._reason = self._reason or "client_stall"
-            except BusyError as error:
-                self._settle(Broken("overloaded", str(error)))
-            except OwnerDied as error:
-                self._settle(Broken("model_failed", str(error)))
             except Exception as error:
                 self._log.error("request.crashed", error=repr(error), exc_info=error)
                 self._settle(Broken("internal_error", "the request failed inside the server"))
+            finally:
+                self._owner.release(self._leases)
+                self._replies.close()
         if self.outcome is None:
             self._settle(_abandoned(self._reason or "deadline"))
         self._send.close()
 
     async def _serve(self) -> None:
-        generation = self._generation
-        with self._owner.rows(generation.request_id, generation.rows, CREDITS) as (leases, replies):
-            self._log.info("request.queued", rows=[lease.row for lease in leases])
-            index = {lease: i for i, lease in enumerate(leases)}
-            while not all(row.ended for row in self._rows):
-                message = await replies.receive()
-                await self._take(message, index[message.lease])
-                if isinstance(message, Failed):
-                    self._settle(Broken(message.code, message.message))
-                    return
+        index = {lease: i for i, lease in enumerate(self._leases)}
+        while not all(row.ended for row in self._rows):
+            message = await self._replies.receive()
+            if isinstance(message, Failed):
+                self._settle(Broken(message.code, message.message))
+                return
+            await self._take(message, self._rows[index[message.lease]])
         self._settle(Finished(self._receipt()))
 
-    async def _take(self, message: RowMessage, index: int) -> None:
+    async def _take(self, message: Admitted | Tokens, row: "_RowText") -> None:
         match message:
             case Admitted(lease, queue_wait_s):
                 self._queue_wait_s = max(self._queue_wait_s or 0.0, queue_wait_s)
@@ -173,9 +173,7 @@ class RequestActor:
                     "request.admitted", row_id=lease.row, queue_wait_s=round(queue_wait_s, 6)
                 )
             case Tokens():
-                await self._take_tokens(message, self._rows[index])
-            case Failed():
-                pass
+                await self._take_tokens(message, row)
 
     async def _take_tokens(self, message: Tokens, row: "_RowText") -> None:
         if row.ended:

@@ -62,7 +62,9 @@ class Guard:
             asked = request.headers.get("Access-Control-Request-Headers")
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Allow-Methods"] = _METHODS
-            response.headers["Access-Control-Allow-Headers"] = asked or "authorization, content-type"
+            response.headers["Access-Control-Allow-Headers"] = (
+                asked or "authorization, content-type"
+            )
             response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
             response.headers["Access-Control-Max-Age"] = _PREFLIGHT_SECONDS
             response.headers.add("Vary", "Origin")

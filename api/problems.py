@@ -95,7 +95,9 @@ def from_exception(error: Exception) -> Response:
         case HTTPException():
             status = error.code or 500
             codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-            allow = {"Allow": ", ".join(m)} if (m := getattr(error, "valid_methods", None)) else None
+            allow = (
+                {"Allow": ", ".join(m)} if (m := getattr(error, "valid_methods", None)) else None
+            )
             text = error.description or error.name
             return problem(status, text, code=codes.get(status), headers=allow)
         case _:

@@ -277,9 +277,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
-    completion_tokens_details: CompletionDetails = msgspec.field(
-        default_factory=CompletionDetails
-    )
+    completion_tokens_details: CompletionDetails = msgspec.field(default_factory=CompletionDetails)
 
 
 class Paceline(Struct):

@@ -69,4 +69,3 @@ def _choose_trunk(model: LoadedModel) -> tuple[Trunk, str]:
     if tile is None:
         return StockTrunk(model.net, vocab_size), "this BLAS rounds by a row's place in every tile"
     return LockstepTrunk(model.net, tile, vocab_size), f"rows keep their bits in tiles of {tile}"
-

@@ -6,7 +6,8 @@ size, and attention runs over key blocks of fixed length whose results are added
 that masked padding adds exact zeros. B1, B3 and B8 then give the same bits, at any length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import mlx.core as mx
@@ -27,8 +28,8 @@ class LockstepTrunk:
     """A Llama-family model whose layers are rebuilt for constant-shape arithmetic.
 
     Args:
-        net: The loaded model; its attention and MLP modules are replaced in place, sharing or
-            taking over their weights.
+        net: The loaded model; its layers are replaced in place by ones that take over their
+            weights.
         tile: Rows that every product of a step is padded to.
 
     Raises:
@@ -47,9 +48,7 @@ class LockstepTrunk:
         self._angles = _inverse_frequencies(self._net.layers[0].self_attn.rope)
         self.tile = tile
         self.vocab_size = vocab_size
-        for layer in self._net.layers:
-            layer.self_attn = LockstepAttention(layer.self_attn)
-            layer.mlp = LockstepMLP(layer.mlp)
+        self._net.model.layers = [LockstepBlock(layer) for layer in self._net.layers]
         mx.eval(self._net.parameters())
 
     def new_row(self) -> RowSlots:
@@ -73,29 +72,20 @@ class LockstepTrunk:
             mx.eval(slots.keys, slots.values)
             return None
         picked = hidden[0] if want == "all" else hidden[0, -1:]
-        return host_logits(self._head(picked)[: picked.shape[0]], slots)
+        return host_logits(self._head(picked), slots)
 
     def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Run one token a slot; see `Trunk.step`."""
-        rows = slots.count
-        padding = -rows % self.tile
         slots.reserve(max(slots.lengths) + 1)
-        table = self._table(np.array([*slots.lengths, *[0] * padding]))
-        frame = StepFrame(slots, table, padding)
-        inputs = mx.array([*tokens, *[0] * padding])[:, None]
-        hidden = self._net.model(inputs, frame.caches())
-        return host_logits(self._head(hidden[:, 0])[:rows], slots)
+        frame = StepFrame(slots, self._table(np.array(slots.lengths)), self.tile)
+        hidden = self._net.model(mx.array(list(tokens))[:, None], frame.caches())
+        return host_logits(self._head(hidden[:, 0]), slots)
 
     def _head(self, hidden: mx.array) -> mx.array:
-        """Return logits for [rows, hidden], rows padded to whole tiles."""
-        padding = -hidden.shape[0] % self.tile
-        if padding:
-            hidden = mx.concatenate([hidden, mx.zeros((padding, hidden.shape[1]), hidden.dtype)])
-        if self._net.args.tie_word_embeddings:
-            logits: mx.array = self._net.model.embed_tokens.as_linear(hidden)
-        else:
-            logits = self._net.lm_head(hidden)
-        return logits
+        """Return logits for [rows, hidden]."""
+        tied = self._net.args.tie_word_embeddings
+        head = self._net.model.embed_tokens.as_linear if tied else self._net.lm_head
+        return tiled(head, hidden, -hidden.shape[0] % self.tile)
 
     def _table(self, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Return rotary cosines and signed sines [rows, 1, head size] (Su et al. 2021)."""
@@ -133,14 +123,12 @@ def _inverse_frequencies(rope: Any) -> NDArray[np.float64] | None:
 
 
 class StepFrame:
-    """One new token a slot: where to write, what to see, and the fixed-shape attention."""
+    """One new token a slot: where to write, what to see, and the fixed-shape arithmetic."""
 
-    def __init__(
-        self, slots: RowSlots, table: tuple[mx.array, mx.array], padding: int
-    ) -> None:
+    def __init__(self, slots: RowSlots, table: tuple[mx.array, mx.array], tile: int) -> None:
         self.slots = slots
         self.table = table
-        self.padding = padding
+        self._padding = -slots.count % tile
         self.blocks = -(-(max(slots.lengths) + 1) // BLOCK)
         lengths = np.array(slots.lengths)
         self.at = mx.array(lengths.astype(np.int32)[:, None])
@@ -148,31 +136,32 @@ class StepFrame:
         hidden = seen > lengths.reshape(-1, 1, 1, 1, 1)
         self.mask = mx.array(np.where(hidden, _NEVER, 0.0).astype(np.float32))
 
+    def product(self, linear: nn.Linear, x: mx.array) -> mx.array:
+        """Multiply [rows, width], padded to whole tiles; return the real rows."""
+        return tiled(linear, x, self._padding)
+
     def caches(self) -> list["FrameCache"]:
         """Return what the model hands to each layer."""
         return [FrameCache(self, layer) for layer in range(len(self.slots.keys))]
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Attend with [tile, heads, size] inputs; return [tile, heads * size].
+        """Attend with [rows, heads, size] inputs; return [rows, heads * size].
 
         Scores and sums run over blocks of BLOCK keys, so no product knows the span.
         """
         rows, heads, groups = self.slots.count, queries.shape[1], keys.shape[1]
         size = keys.shape[2]
         per_group = heads // groups
-        self.slots.write(layer, keys[:rows, :, None], values[:rows, :, None], self.at)
+        self.slots.write(layer, keys[:, :, None], values[:, :, None], self.at)
         key_blocks = self._blocks(self.slots.keys[layer])
         value_blocks = self._blocks(self.slots.values[layer])
-        grouped = queries[:rows].reshape(rows, groups, 1, per_group, size)
+        grouped = queries.reshape(rows, groups, 1, per_group, size)
         scores = grouped @ key_blocks.swapaxes(-1, -2) + self.mask
         flat = scores.transpose(0, 1, 3, 2, 4).reshape(rows, groups, per_group, -1)
         weights = mx.softmax(flat, axis=-1)
         weights = weights.reshape(rows, groups, per_group, self.blocks, BLOCK)
         parts = weights.transpose(0, 1, 3, 2, 4) @ value_blocks
-        out = mx.sum(parts, axis=2).reshape(rows, heads * size)
-        if self.padding:
-            out = mx.concatenate([out, mx.zeros((self.padding, heads * size), out.dtype)])
-        return out
+        return mx.sum(parts, axis=2).reshape(rows, heads * size)
 
     def _blocks(self, buffer: mx.array | None) -> mx.array:
         """View [slots, groups, capacity, size] as [slots, groups, blocks, BLOCK, size]."""
@@ -187,6 +176,11 @@ class PrefillFrame:
     def __init__(self, slots: RowSlots, table: tuple[mx.array, mx.array]) -> None:
         self.slots = slots
         self.table = table
+
+    def product(self, linear: nn.Linear, x: mx.array) -> mx.array:
+        """Multiply [tokens, width] as it is."""
+        out: mx.array = linear(x)
+        return out
 
     def caches(self) -> list["FrameCache"]:
         """Return what the model hands to each layer."""
@@ -210,10 +204,30 @@ class PrefillFrame:
         return out[0].swapaxes(0, 1).reshape(tokens, heads * size)
 
 
+Frame = StepFrame | PrefillFrame
+
+
+def tiled(linear: Callable[[mx.array], mx.array], x: mx.array, padding: int) -> mx.array:
+    """Multiply rows with `padding` rows of zeros below them, which are cut off again."""
+    rows = x.shape[0]
+    if padding:
+        x = mx.concatenate([x, _zeros(padding, x.shape[1])])
+    out = linear(x)
+    return out[:rows] if padding else out
+
+
+@cache
+def _zeros(rows: int, width: int) -> mx.array:
+    """Return rows to pad with; made once, since making them is an operation of its own."""
+    zeros = mx.zeros((rows, width), mx.float32)
+    mx.eval(zeros)
+    return zeros
+
+
 class FrameCache:
     """One layer's handle on a frame; mlx-lm asks it for a mask, which the frame has already."""
 
-    def __init__(self, frame: StepFrame | PrefillFrame, layer: int) -> None:
+    def __init__(self, frame: "Frame", layer: int) -> None:
         self.frame = frame
         self.layer = layer
 
@@ -222,59 +236,56 @@ class FrameCache:
         return
 
 
-class LockstepAttention(nn.Module):  # type: ignore[misc]
-    """Llama attention with one fused product for queries, keys and values."""
+class LockstepBlock(nn.Module):  # type: ignore[misc]
+    """One Llama layer: fused products, each padded to whole tiles; all else on real rows only."""
+
+    use_sliding = False  # mlx-lm's model asks every layer
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
-        projections = (plain.q_proj, plain.k_proj, plain.v_proj)
+        attention, mlp = plain.self_attn, plain.mlp
+        self.input_layernorm = plain.input_layernorm
+        self.post_attention_layernorm = plain.post_attention_layernorm
         # The scores' scale goes into the query weights once instead of into every step.
-        scales = (plain.scale, 1.0, 1.0)
-        pairs = list(zip(projections, scales, strict=True))
-        self.fused = mx.concatenate([p.weight * scale for p, scale in pairs])
-        if "bias" in plain.q_proj:
-            self.fused_bias = mx.concatenate([p.bias * scale for p, scale in pairs])
-        self.o_proj = plain.o_proj
-        self.n_heads = plain.n_heads
-        self.n_kv_heads = plain.n_kv_heads
+        self.qkv = _fused(
+            (attention.q_proj, attention.k_proj, attention.v_proj), (attention.scale, 1.0, 1.0)
+        )
+        self.o_proj = attention.o_proj
+        self.gate_up = _fused((mlp.gate_proj, mlp.up_proj), (1.0, 1.0))
+        self.down_proj = mlp.down_proj
+        self.n_heads = attention.n_heads
+        self.n_kv_heads = attention.n_kv_heads
 
     def __call__(self, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
-        """Attend within the cache's frame; x is [rows, tokens, hidden]."""
-        frame = cache.frame
-        rows = x.shape[0] * x.shape[1]
-        fused = x.reshape(rows, -1) @ self.fused.T
-        if "fused_bias" in self:
-            fused = fused + self.fused_bias
-        heads = fused.reshape(rows, self.n_heads + 2 * self.n_kv_heads, -1)
+        """Run the layer within the cache's frame; x is [rows, tokens, hidden]."""
+        frame: Frame = cache.frame
+        h = x.reshape(-1, x.shape[-1])
+        h = h + self._attend(self.input_layernorm(h), frame, cache.layer)
+        fused = frame.product(self.gate_up, self.post_attention_layernorm(h))
+        gate, up = mx.split(fused, 2, axis=-1)
+        h = h + frame.product(self.down_proj, nn.silu(gate) * up)
+        return h.reshape(x.shape)
+
+    def _attend(self, h: mx.array, frame: "Frame", layer: int) -> mx.array:
+        heads = frame.product(self.qkv, h).reshape(
+            h.shape[0], self.n_heads + 2 * self.n_kv_heads, -1
+        )
         turning = self.n_heads + self.n_kv_heads
         turned = _rotate(heads[:, :turning], *frame.table)
         out = frame.attend(
-            cache.layer,
-            turned[:, : self.n_heads],
-            turned[:, self.n_heads :],
-            heads[:, turning:],
+            layer, turned[:, : self.n_heads], turned[:, self.n_heads :], heads[:, turning:]
         )
-        return self.o_proj(out).reshape(x.shape)
+        return frame.product(self.o_proj, out)
 
 
-class LockstepMLP(nn.Module):  # type: ignore[misc]
-    """Llama's gated MLP with one fused product for gate and up."""
-
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self.fused = mx.concatenate([plain.gate_proj.weight, plain.up_proj.weight])
-        if "bias" in plain.gate_proj:
-            self.fused_bias = mx.concatenate([plain.gate_proj.bias, plain.up_proj.bias])
-        self.down_proj = plain.down_proj
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return down(silu(gate(x)) * up(x))."""
-        fused = x @ self.fused.T
-        if "fused_bias" in self:
-            fused = fused + self.fused_bias
-        gate, up = mx.split(fused, 2, axis=-1)
-        out: mx.array = self.down_proj(nn.silu(gate) * up)
-        return out
+def _fused(linears: Sequence[Any], scales: Sequence[float]) -> nn.Linear:
+    """Stack linears of one input into one, each times its scale."""
+    pairs = list(zip(linears, scales, strict=True))
+    fused = nn.Linear(1, 1, bias="bias" in linears[0])
+    fused.weight = mx.concatenate([linear.weight * scale for linear, scale in pairs])
+    if "bias" in linears[0]:
+        fused.bias = mx.concatenate([linear.bias * scale for linear, scale in pairs])
+    return fused
 
 
 def _rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

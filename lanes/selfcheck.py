@@ -159,5 +159,3 @@ def _tile_holds(weight: mx.array, tile: int) -> bool:
             elif not np.array_equal(bits, reference):
                 return False
     return True
-
-

@@ -1,14 +1,14 @@
 """Every exception paceline raises, in one tree; what they become outside is decided at the edge.
 
-    PacelineError
-    +-- CallerError         the request is wrong; trying it again changes nothing
-    |   +-- ContextOverflow the prompt does not fit the model's context window
-    +-- BusyError           nothing is wrong, but there is no room now; try again later
-    +-- RowError            one row cannot go on; its neighbours can
-    +-- SettingsError       a setting is unknown, malformed or at odds with another
-    +-- ModelError          the model cannot be had or cannot do what is asked of it
-    |   +-- LaneRefused     a lane failed a check at load and is not installed
-    +-- OwnerDied           the model owner is gone; the process must be restarted
+PacelineError
++-- CallerError         the request is wrong; trying it again changes nothing
+|   +-- ContextOverflow the prompt does not fit the model's context window
++-- BusyError           nothing is wrong, but there is no room now; try again later
++-- RowError            one row cannot go on; its neighbours can
++-- SettingsError       a setting is unknown, malformed or at odds with another
++-- ModelError          the model cannot be had or cannot do what is asked of it
+|   +-- LaneRefused     a lane failed a check at load and is not installed
++-- OwnerDied           the model owner is gone; the process must be restarted
 """
 
 from typing import Final

@@ -93,17 +93,13 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keep_alive_s: Annotated[
         float, _help("how long an idle connection stays open", gt=0, le=3600)
     ] = 75.0
-    body_limit_mb: Annotated[
-        int, _help("largest request body in MiB", ge=1, le=1024)
-    ] = 64
+    body_limit_mb: Annotated[int, _help("largest request body in MiB", ge=1, le=1024)] = 64
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "checkpoint"],
         _help("weights' type; auto takes what is fastest on this machine"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "gpu"], _help("where MLX computes")] = "auto"
-    fast_blas: Annotated[
-        bool, _help("load a faster BLAS before MLX on Linux CPUs")
-    ] = True
+    fast_blas: Annotated[bool, _help("load a faster BLAS before MLX on Linux CPUs")] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least level that is logged")
     ] = "info"

@@ -37,7 +37,9 @@ class Cell(msgspec.Struct):
 
 
 @click.command("bench")
-@click.option("--targets", default=_DEFAULT_TARGETS, help=f"of {', '.join(KINDS)} [{_DEFAULT_TARGETS}]")
+@click.option(
+    "--targets", default=_DEFAULT_TARGETS, help=f"of {', '.join(KINDS)} [{_DEFAULT_TARGETS}]"
+)
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="a server that runs already")
 @click.option("--concurrency", default="1,3,8", help="concurrent requests [1,3,8]")
 @click.option("--tokens", default=128, help="tokens a request [128]")
@@ -123,7 +125,9 @@ def _rank(ordered: list[float], share: float) -> float:
 
 def _print(cells: list[Cell]) -> None:
     first = {cell.concurrency: cell.tokens_per_s for cell in reversed(cells)}
-    table = Table("target", "requests", "tokens/s", "ratio", "first token p50/p95", "gap p50/p95/max")
+    table = Table(
+        "target", "requests", "tokens/s", "ratio", "first token p50/p95", "gap p50/p95/max"
+    )
     for cell in cells:
         table.add_row(
             cell.target + (f" ({cell.errors} errors)" if cell.errors else ""),

@@ -82,9 +82,7 @@ def _body(target: Target, index: int, tokens: int, temperature: float, salt: int
 
 def _run(target: Target, body: bytes, stream: _Stream) -> None:
     url = urlsplit(target.url)
-    connection = http.client.HTTPConnection(
-        url.hostname or "", url.port, timeout=_TIMEOUT_SECONDS
-    )
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_TIMEOUT_SECONDS)
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", f"{url.path}/chat/completions", body, headers)

@@ -30,8 +30,7 @@ KINDS: Final = (*(mode.value for mode in INSTALLED), MLX_LM, MLX_LM_PLAIN)
 
 # mlx_lm.server behind the same BLAS as ours, for a comparison of the servers alone.
 _WITH_BLAS: Final = (
-    "from paceline.runtime import blas; blas.preload(); "
-    "from mlx_lm.server import main; main()"
+    "from paceline.runtime import blas; blas.preload(); from mlx_lm.server import main; main()"
 )
 
 

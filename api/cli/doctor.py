@@ -44,7 +44,9 @@ def command(as_json: bool) -> None:
         Finding(
             "starter model",
             "ok",
-            str(starter_dir()) if starter_dir().exists() else "not fetched yet (93 MB on first use)",
+            str(starter_dir())
+            if starter_dir().exists()
+            else "not fetched yet (93 MB on first use)",
         ),
         _port(args),
     ]
@@ -81,7 +83,9 @@ def _device(fast: bool) -> Finding:
     device, gflops = product_speed()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     verdict = "ok" if fast or device == "gpu" else "warn"
-    return Finding("device", verdict, f"{device}, {cores} cores, float32 products {gflops:.0f} GFLOP/s")
+    return Finding(
+        "device", verdict, f"{device}, {cores} cores, float32 products {gflops:.0f} GFLOP/s"
+    )
 
 
 def _cache() -> Finding:

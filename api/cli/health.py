@@ -24,7 +24,9 @@ def command(host: str | None, port: int | None, as_json: bool) -> None:
         connection.request("GET", "/health")
         body: dict[str, Any] = json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise click.ClickException(f"no paceline answers at {where[0]}:{where[1]} ({error})") from None
+        raise click.ClickException(
+            f"no paceline answers at {where[0]}:{where[1]} ({error})"
+        ) from None
     finally:
         connection.close()
     click.echo(json.dumps(body, indent=1) if as_json else _summary(body))

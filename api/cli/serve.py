@@ -21,7 +21,9 @@ def command(**flags: Any) -> None:
     args = resolve(given(flags)).args
     log.configure(args.log_level, args.log_format)
     refuse_uninstalled(args)
-    products = blas.preload(args.fast_blas)  # before anything imports MLX, the starter's converter included
+    products = blas.preload(
+        args.fast_blas
+    )  # before anything imports MLX, the starter's converter included
     from ...runtime.model import find_model
 
     path = find_model(args.model)

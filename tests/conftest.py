@@ -1,0 +1,47 @@
+"""What all tests share: the BLAS before MLX, and the starter model loaded once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from paceline.runtime import blas, log
+
+blas.preload()
+log.configure("error", "json")
+
+from paceline.lanes.install import Installed, install
+from paceline.runtime.model import LoadedModel, find_model, load
+from paceline.runtime.modes import Mode
+from paceline.runtime.text import Text
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep a developer's own settings out of the tests; the model cache stays."""
+    for name in list(os.environ):
+        if name.startswith("PACELINE_") and name != "PACELINE_CACHE":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PACELINE_CONFIG", str(tmp_path / "no-config.toml"))
+
+
+@pytest.fixture(scope="session")
+def starter_path() -> Path:
+    return find_model("starter")
+
+
+@pytest.fixture(scope="session")
+def starter(starter_path: Path) -> LoadedModel:
+    return load(starter_path, "auto", "cpu", 0, "")
+
+
+@pytest.fixture(scope="session")
+def text(starter: LoadedModel) -> Text:
+    return Text(starter.card.path, starter.card.end_ids)
+
+
+@pytest.fixture(scope="session")
+def installed(starter: LoadedModel) -> Installed:
+    return install(starter, Mode.AR_BATCH, 8)

@@ -1,0 +1,194 @@
+"""Stand-ins that keep the real contracts: a lane that scripts its tokens, a device in virtual time.
+
+No mocks: the actors, the owner and the scheduler core above these are the real ones.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from paceline.actors.core import Core
+from paceline.actors.engine import Engine
+from paceline.actors.house import House, Loaded, Served, keep_house
+from paceline.actors.messages import OwnerMessage, Turn
+from paceline.actors.policies import make_policy
+from paceline.lanes.base import LaneSpec, Receipt, Row, RowDelta
+from paceline.lanes.geometry import GEOMETRIES, lane_name
+from paceline.runtime.context import RowContext, Sampling
+from paceline.runtime.settings import ServerArgs
+
+STEP_S = 0.010
+READ_S = 0.001  # a prompt token
+TILE = 64
+WORD_BASE = 1000  # token WORD_BASE + n reads " wn"
+END = 2
+
+
+class Wear:
+    """Virtual seconds the fake lanes have used and nobody has slept yet."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class FakeLane:
+    """A lane whose row emits the tokens WORD_BASE, WORD_BASE + 1, ... unless a script says else.
+
+    A step takes STEP_S and a prompt token READ_S of virtual time, whatever the width.
+    """
+
+    def __init__(self, geometry: int, wear: Wear, script: Callable[[Row], int] | None) -> None:
+        self.spec = LaneSpec(
+            lane_name("ar", geometry), "ar", geometry, "fake", "constant-shape", 1, TILE
+        )
+        self.receipt = Receipt((), 0.0, 0.0)
+        self._wear = wear
+        self._script = script or (lambda row: WORD_BASE + len(row.generated))
+        self.open_rows: set[str] = set()
+        self.step_widths: list[int] = []
+        self.fail_next: Exception | None = None
+
+    def open(self, key: str, context: RowContext) -> Row:
+        self.open_rows.add(key)
+        return Row(key, context, None)  # type: ignore[arg-type]
+
+    def prefill(self, row: Row, count: int) -> RowDelta | None:
+        assert row.key in self.open_rows
+        count = min(count, len(row.context.prompt) - row.read)
+        self._wear.seconds += READ_S * count
+        row.read += count
+        return self._next(row) if row.read == len(row.context.prompt) else None
+
+    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+        assert 1 <= len(rows) <= self.spec.geometry
+        assert len({row.key for row in rows}) == len(rows)
+        if self.fail_next is not None:
+            raise self.fail_next
+        self.step_widths.append(len(rows))
+        self._wear.seconds += STEP_S
+        return [self._next(row) for row in rows]
+
+    def close(self, row: Row) -> None:
+        self.open_rows.discard(row.key)
+
+    def _next(self, row: Row) -> RowDelta:
+        token = self._script(row)
+        if token < 0:
+            return RowDelta(row.key, error="scripted failure")
+        row.commit(token)
+        return RowDelta(row.key, (token,))
+
+
+class InlineDevice:
+    """Runs turns as a trio task: the lanes' virtual seconds pass between run and hand-out."""
+
+    def __init__(self, build: Callable[[], Engine], wear: Wear) -> None:
+        self._build = build
+        self._wear = wear
+        self._inbox: list[OwnerMessage] = []
+        self._wake = trio.Event()
+
+    def post(self, message: OwnerMessage) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    async def run(
+        self,
+        publish: Callable[[Turn], None],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        engine = self._build()
+        task_status.started()
+        while True:
+            for message in self._inbox:
+                engine.feed(message)
+            self._inbox.clear()
+            plan = engine.choose()
+            if plan.idle:
+                await self._sleep(engine.wait_s())
+                continue
+            outcome = engine.run(plan)
+            await trio.sleep(self._wear.take())
+            publish(engine.hand_out(outcome))
+            await trio.lowlevel.checkpoint()
+
+    async def _sleep(self, seconds: float | None) -> None:
+        self._wake = trio.Event()
+        with trio.move_on_after(seconds if seconds is not None else float("inf")):
+            await self._wake.wait()
+
+
+class FakeText:
+    """Text where token WORD_BASE + n reads " wn", END ends, and any other token is a character."""
+
+    vocab_size = 100_000
+    end_ids = frozenset({END})
+    has_chat_template = True
+    reads_tools = False
+    document_start = 0
+
+    def token_bytes(self, token: int) -> bytes:
+        if token == END:
+            return b"<end>"
+        if token >= WORD_BASE:
+            return f" w{token - WORD_BASE}".encode()
+        return bytes([token]) if token < 256 else b"?"
+
+    def is_special(self, token: int) -> bool:
+        return token == END
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
+        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+
+class Stand:
+    """A house on fakes, and a look at what is behind it."""
+
+    def __init__(self, house: House, lanes: dict[str, FakeLane], core: Core) -> None:
+        self.house = house
+        self.lanes = lanes
+        self.core = core
+
+    @property
+    def open_rows(self) -> set[str]:
+        """Rows the lanes hold."""
+        return set().union(*(lane.open_rows for lane in self.lanes.values()))
+
+
+@asynccontextmanager
+async def stand(
+    args: ServerArgs, script: Callable[[Row], int] | None = None, context: int = 8192
+) -> AsyncIterator[Stand]:
+    """Open a real house over fake lanes in the current clock."""
+    wear = Wear()
+    lanes = {lane_name("ar", g): FakeLane(g, wear, script) for g in GEOMETRIES}
+    policy = make_policy(args.scheduler_mode, args.pace, args.prefill_share, TILE)
+    core = Core(policy)
+    loaded = Loaded()
+    loaded.served = Served("fake", "fake", "fake", "cpu", "constant-shape", context, 100_000, 1)
+    loaded.text = FakeText()  # type: ignore[assignment]
+    loaded.lanes = tuple(lanes.values())  # type: ignore[assignment]
+
+    def clock() -> float:
+        return trio.current_time() + wear.seconds
+
+    device = InlineDevice(lambda: Engine(core, lanes, clock), wear)
+    async with keep_house(args, device, loaded) as house:
+        yield Stand(house, lanes, core)
+
+
+def row_context(prompt: int = 1, budget: int = 8, seed: int = 0) -> RowContext:
+    """Return a context with a prompt of so many tokens."""
+    return RowContext(tuple([7] * prompt), Sampling(), seed, budget, frozenset({END}))

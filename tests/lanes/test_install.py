@@ -1,0 +1,196 @@
+"""Installing lanes: what is checked, what is refused, and that a refusal names its reason."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import gemma3_text, llama, qwen2
+from numpy.typing import NDArray
+
+from paceline.lanes.base import Trunk
+from paceline.lanes.install import Installed, install
+from paceline.lanes.lockstep import LockstepTrunk, unsupported
+from paceline.lanes.ragged import RowSlots
+from paceline.lanes.selfcheck import LaneChecker, probe_tile
+from paceline.lanes.stock import StockTrunk
+from paceline.runtime.errors import LaneRefused, ModelError
+from paceline.runtime.model import LoadedModel, ModelCard
+from paceline.runtime.modes import Mode
+
+VOCAB = 512
+_CARD = ModelCard(
+    "tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0
+)
+
+
+def tiny_llama(**changes: object) -> nn.Module:
+    mx.random.seed(1)
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        **changes,
+    }
+    return llama.Model(llama.ModelArgs.from_dict(shape))
+
+
+class _Leaky:
+    """A trunk in which a row sees a trace of the row beside it."""
+
+    arithmetic, tile, prefill_tile, vocab_size = "leaky", 1, 64, VOCAB
+
+    def __init__(self, inner: Trunk, leak: float, bias: float) -> None:
+        self._inner = inner
+        self._leak = leak
+        self._bias = bias
+
+    def new_row(self) -> RowSlots:
+        return self._inner.new_row()
+
+    def new_slots(self, count: int) -> RowSlots:
+        return self._inner.new_slots(count)
+
+    def prefill(
+        self, slots: RowSlots, tokens: Sequence[int], *, want: str
+    ) -> NDArray[np.float32] | None:
+        return self._inner.prefill(slots, tokens, want=want)
+
+    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
+        logits = self._inner.step(slots, tokens)
+        if len(logits) == 1:
+            return logits
+        mixed: NDArray[np.float32] = (
+            logits + np.float32(self._leak) * np.roll(logits, 1, axis=0) + np.float32(self._bias)
+        )
+        return mixed
+
+
+def _stock() -> StockTrunk:
+    return StockTrunk(tiny_llama(), VOCAB)
+
+
+def test_every_mode_gets_the_geometries_it_needs(installed: Installed) -> None:
+    """The batch mode has all three widths, each with its receipt."""
+    assert [lane.spec.name for lane in installed.lanes] == ["ar-b1", "ar-b3", "ar-b8"]
+    for lane in installed.lanes:
+        assert all(check.passed for check in lane.receipt.checks)
+        assert {check.name for check in lane.receipt.checks} >= {"row isolation", "against B1"}
+
+
+def test_the_starter_model_has_the_same_bits_at_every_width(installed: Installed) -> None:
+    """On a CPU in float32 the receipts say zero, not merely little."""
+    assert installed.arithmetic == "constant-shape"
+    assert [lane.receipt.max_logit_difference for lane in installed.lanes] == [0.0, 0.0, 0.0]
+
+
+def test_a_lane_whose_rows_leak_is_refused() -> None:
+    """A trace of one row in another fails isolation, and the refusal names the check."""
+    with pytest.raises(LaneRefused, match="row isolation") as refused:
+        LaneChecker(_Leaky(_stock(), 1e-6, 0.0), "float32").check("ar-b3", 3)
+    assert refused.value.lane == "ar-b3"
+
+
+def test_a_lane_far_from_b1_is_refused() -> None:
+    """A wide lane whose logits differ by more than rounding is refused."""
+    with pytest.raises(LaneRefused, match="against B1"):
+        LaneChecker(_Leaky(_stock(), 0.0, 0.1), "float32").check("ar-b8", 8)
+
+
+def test_a_lane_that_is_not_finite_is_refused() -> None:
+    """NaN in any step fails the lane."""
+    with pytest.raises(LaneRefused, match="finite"):
+        LaneChecker(_Leaky(_stock(), 0.0, float("nan")), "float32").check("ar-b8", 8)
+
+
+def test_stock_lanes_pass_their_checks_on_another_family() -> None:
+    """A family without constant-shape layers runs on mlx-lm's own, within the type's bound."""
+    mx.random.seed(2)
+    net = qwen2.Model(
+        qwen2.ModelArgs(
+            model_type="qwen2",
+            hidden_size=64,
+            num_hidden_layers=2,
+            intermediate_size=96,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCAB,
+        )
+    )
+    found = install(LoadedModel(net, _CARD), Mode.AR_BATCH, 8)
+    assert found.arithmetic == "stock"
+    assert "Llama" in found.why
+    assert found.lanes[2].receipt.max_logit_difference < 2e-3
+
+
+def test_narrow_settings_install_no_wide_lane() -> None:
+    """With decode_batch_max 2 there is no B8 to check."""
+    found = install(LoadedModel(tiny_llama(), _CARD), Mode.AR_BATCH, 2)
+    assert [lane.spec.geometry for lane in found.lanes] == [1, 3]
+
+
+def test_a_model_with_other_caches_is_refused_with_its_kind() -> None:
+    """A sliding-window cache has no lane, and the message says which cache it was."""
+    net = gemma3_text.Model(
+        gemma3_text.ModelArgs(
+            model_type="gemma3_text",
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=32,
+            num_attention_heads=2,
+            head_dim=16,
+            vocab_size=VOCAB,
+            num_key_value_heads=1,
+            sliding_window=8,
+            sliding_window_pattern=2,
+        )
+    )
+    with pytest.raises(ModelError, match="RotatingKVCache"):
+        install(LoadedModel(net, _CARD), Mode.SERIAL, 1)
+
+
+def test_an_uninstalled_mode_is_refused() -> None:
+    """A mode without lanes is an error that names those there are."""
+    with pytest.raises(ModelError, match="serial, cooperative, ar_batch"):
+        install(LoadedModel(tiny_llama(), _CARD), Mode.HYPER, 8)
+
+
+def test_constant_shape_says_why_it_cannot() -> None:
+    """Packed weights and sliding windows are named as the reason."""
+    packed = tiny_llama()
+    nn.quantize(packed, group_size=32, bits=4)
+    assert "unpacked" in (unsupported(packed) or "")
+    sliding = tiny_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=4)
+    assert "sliding" in (unsupported(sliding) or "")
+    assert unsupported(tiny_llama()) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_rebuilt_layers_compute_what_llama_computes(bias: bool) -> None:
+    """Fused, tiled and blocked, a random model's logits equal mlx-lm's within rounding."""
+    plain = tiny_llama(attention_bias=bias, mlp_bias=bias, tie_word_embeddings=False)
+    tokens = list(range(1, 150))
+    expected = np.array(plain(mx.array([tokens]))[0])
+    trunk = LockstepTrunk(tiny_llama_like(plain, bias), probe_tile(plain) or 8, VOCAB)
+    slots = trunk.new_row()
+    for start in range(0, 128, 64):
+        trunk.prefill(slots, tokens[start : start + 64], want="none")
+    for at in range(128, 149):
+        found = trunk.step(slots, [tokens[at]])[0]
+        slots.lengths[0] += 1
+        assert np.abs(found - expected[at]).max() < 1e-4
+
+
+def tiny_llama_like(plain: nn.Module, bias: bool) -> nn.Module:
+    """Return a second model with the same weights, since a trunk takes its model over."""
+    twin = tiny_llama(attention_bias=bias, mlp_bias=bias, tie_word_embeddings=False)
+    twin.update(plain.parameters())
+    return twin

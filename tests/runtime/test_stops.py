@@ -1,0 +1,41 @@
+"""Stop strings against a plain search over the whole text."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.runtime.stops import StopMatcher
+
+_TEXT = st.text("abc", max_size=30)
+_STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+
+
+@given(st.lists(_TEXT, max_size=8), _STOPS)
+def test_any_split_gives_what_a_search_gives(pieces: list[str], stops: list[str]) -> None:
+    """However text is cut into tokens, what is shown ends just before the first stop."""
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push(piece) for piece in pieces) + matcher.flush()
+    whole = "".join(pieces)
+    if not any(stop in whole for stop in stops):
+        assert shown == whole
+        assert matcher.matched is None
+    else:
+        assert matcher.matched in stops
+        assert not any(s in shown for s in stops)
+        assert whole.startswith(shown)
+        assert whole[len(shown) :].startswith(matcher.matched or "?")
+
+
+def test_nothing_of_a_possible_stop_is_shown_early() -> None:
+    """A suffix that may become a stop is held back until it cannot."""
+    matcher = StopMatcher(["END"])
+    assert matcher.push("aE") == "a"
+    assert matcher.push("N") == ""
+    assert matcher.push("X") == "ENX"
+    assert matcher.push("EN") == ""
+    assert matcher.flush() == "EN"
+
+
+def test_no_stops_hold_nothing_back() -> None:
+    """Without stop strings text passes straight through."""
+    matcher = StopMatcher([])
+    assert matcher.push("abc") == "abc"
