@@ -89,17 +89,19 @@ class EventBody(ResponseBody):
         raise NotImplementedError
 
     async def _next_write(self) -> bytes:
+        """Return what is ready, at least one byte: an empty write would mean the end."""
         events = self._actor.events
         parts: list[bytes] = []
-        try:
-            parts.append(self._format(await events.receive()))
-            while len(parts) < _MOST:
-                parts.append(self._format(events.receive_nowait()))
-        except trio.WouldBlock:
-            pass
-        except trio.EndOfChannel:
-            self._over = True
-            parts.append(self._last())
+        while not any(parts):
+            try:
+                parts.append(self._format(await events.receive()))
+                while len(parts) < _MOST:
+                    parts.append(self._format(events.receive_nowait()))
+            except trio.WouldBlock:
+                pass
+            except trio.EndOfChannel:
+                self._over = True
+                parts.append(self._last())
         return b"".join(parts)
 
     def _format(self, event: Piece | Ended) -> bytes:

@@ -32,7 +32,7 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The settings of one server: `ServerArgs(model="dir", scheduler_mode="ar_batch")`.
 
     Raises:
-        SettingsError: On creation, when two settings contradict each other.
+        SettingsError: On creation, for a value that is not allowed or contradicts another.
     """
 
     model: Annotated[
@@ -53,16 +53,16 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scheduler_mode: Annotated[Mode, _help("how requests share the model")] = Mode.SERIAL
     preset: Annotated[Preset, _help("fills the four scheduling numbers below")] = DEFAULT_PRESET
     max_active_requests: Annotated[
-        int | None, _help("rows open in turns (mode cooperative)", ge=1, le=64)
+        Annotated[int, Meta(ge=1, le=64)] | None, _help("rows open in turns (mode cooperative)")
     ] = None
     decode_batch_max: Annotated[
-        int | None, _help("rows stepping together (batch modes)", ge=1, le=8)
+        Annotated[int, Meta(ge=1, le=8)] | None, _help("rows stepping together (batch modes)")
     ] = None
     batch_wait_ms: Annotated[
-        float | None, _help("how long a first row waits for company, in ms", ge=0, le=10_000)
+        Annotated[float, Meta(ge=0, le=10_000)] | None, _help("how long a first row waits for company, in ms")
     ] = None
     prefill_chunk_tokens: Annotated[
-        int | None, _help("the most prompt tokens read in one turn", ge=64, le=65_536)
+        Annotated[int, Meta(ge=64, le=65_536)] | None, _help("the most prompt tokens read in one turn")
     ] = None
     prefill_share: Annotated[
         float,
@@ -109,6 +109,10 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     log_content: Annotated[bool, _help("log prompts and answers too")] = False
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not DEFAULTS.get(name):
+                msgspec.structs.force_setattr(self, name, parse(name, value, "ServerArgs"))
         clash = _clash(self)
         if clash is not None:
             raise SettingsError(clash[1])

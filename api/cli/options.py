@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from enum import EnumType
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
@@ -34,9 +34,10 @@ def _option(name: str) -> Callable[[F], F]:
 
 
 def _plain_type(hint: Any) -> Any:
-    if isinstance(hint, UnionType):
-        return next(part for part in get_args(hint) if part is not NoneType)
-    return hint
+    """Strip limits and None off a type, as a metavar needs it."""
+    if get_origin(hint) in (UnionType, Union):
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    return getattr(hint, "__origin__", hint) if get_origin(hint) is Annotated else hint
 
 
 def _metavar(kind: Any) -> str:

@@ -1,0 +1,47 @@
+"""A real app over a real house on fake lanes, reached without sockets, in virtual time."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from quart.typing import TestClientProtocol
+from werkzeug.datastructures import Headers
+
+from paceline.api.app import make_app
+from paceline.lanes.base import Row
+from paceline.runtime.settings import ServerArgs
+from tests.fakes import Stand, stand
+
+
+
+async def read_stream(client: TestClientProtocol, path: str, body: dict[str, Any]) -> bytes:
+    """Post a body and read the answer as it comes; the client's own buffer holds ten writes."""
+    headers = {"Host": "localhost", "Content-Type": "application/json"}
+    data = b""
+    async with client.request(path, method="POST", headers=Headers(headers)) as connection:
+        await connection.send(json.dumps(body).encode())
+        await connection.send_complete()
+        while part := await connection.receive():
+            data += part
+    assert connection.headers is not None
+    assert connection.headers["content-type"] == "text/event-stream"
+    return data
+
+
+Serving = Callable[..., AbstractAsyncContextManager[tuple[TestClientProtocol, Stand]]]
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """Return a context manager that serves fakes: `async with serving(...) as (client, place)`."""
+
+    @asynccontextmanager
+    async def open_app(
+        script: Callable[[Row], int] | None = None, context: int = 8192, **settings: Any
+    ) -> AsyncIterator[tuple[TestClientProtocol, Stand]]:
+        async with stand(ServerArgs(**settings), script, context) as place:
+            yield make_app(place.house).test_client(), place
+
+    return open_app

@@ -1,0 +1,186 @@
+"""Real hypercorn over memory streams in virtual time: keep-alive, disconnects, slow readers."""
+
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import hypercorn.trio.run
+import pytest
+import trio
+import trio.testing
+from hypercorn.config import Config
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.utils import wrap_app
+
+from paceline.api.app import make_app
+from paceline.actors.request import Generation
+from paceline.api.server import GuardedTCPServer, _config, serve_house
+from paceline.api.sse import HEARTBEAT_SECONDS
+from paceline.runtime.settings import ServerArgs
+from tests.fakes import READ_S, STEP_S, Stand, row_context, stand
+
+_KEEP_ALIVE_S = 5.0
+
+
+class _FakeSocket:
+    family = socket.AF_INET
+
+    def getpeername(self) -> tuple[str, int]:
+        return ("127.0.0.1", 1)
+
+    getsockname = getpeername
+
+
+@asynccontextmanager
+async def _connected(**settings: Any) -> AsyncIterator[tuple[Any, Stand, Any]]:
+    """Serve a house on fakes to one client connection."""
+    args = ServerArgs(keep_alive_s=_KEEP_ALIVE_S, **settings)
+    async with stand(args) as place, trio.open_nursery() as nursery:
+        config = _config(args)
+        config.logger_class = Config().logger_class
+        config.errorlog = None
+        GuardedTCPServer.stall_s = args.client_stall_s
+        client, server = trio.testing.memory_stream_pair()
+        server.socket = _FakeSocket()  # type: ignore[attr-defined]
+        app = wrap_app(make_app(place.house), 0, "asgi")
+        connection = GuardedTCPServer(app, config, WorkerContext(None), {}, server)
+        nursery.start_soon(connection.run)
+        yield client, place, server
+        nursery.cancel_scope.cancel()
+
+
+def _request(body: dict[str, Any] | None, path: str = "/v1/chat/completions") -> bytes:
+    if body is None:
+        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def _chat(tokens: int, stream: bool = True) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": tokens,
+        "stream": stream,
+    }
+
+
+async def _receive_until(client: Any, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        more = await client.receive_some()
+        assert more, f"the connection ended before {mark!r}"
+        data += more
+    return data
+
+
+async def test_an_idle_connection_is_closed_after_an_answer(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The keep-alive timer runs again after each answer, not only before the first."""
+    async with _connected() as (client, _, _):
+        for _ in range(2):
+            await client.send_all(_request(None, "/v1/models"))
+            await _receive_until(client, b'"object":"list"}')
+            await trio.sleep(_KEEP_ALIVE_S - 1)
+        await client.send_all(_request(_chat(3)))
+        await _receive_until(client, b"[DONE]")
+        ended = trio.current_time()
+        while await client.receive_some():
+            pass
+        assert trio.current_time() - ended == pytest.approx(_KEEP_ALIVE_S)
+
+
+async def test_a_header_that_trickles_is_cut(autojump_clock: trio.testing.MockClock) -> None:
+    """A client that never ends its header does not hold a connection for ever."""
+    async with _connected() as (client, _, _):
+        await client.send_all(b"GET /v1/models HTTP/1.1\r\nHost: loc")
+        began = trio.current_time()
+        assert await client.receive_some() == b""
+        assert trio.current_time() - began == pytest.approx(_KEEP_ALIVE_S)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_hang_up_cancels_the_request(
+    autojump_clock: trio.testing.MockClock, stream: bool
+) -> None:
+    """Closing the socket ends the request, streamed or not, within a turn."""
+    async with _connected() as (client, place, _):
+        await client.send_all(_request(_chat(100_000, stream)))
+        await trio.sleep(0.5)
+        assert place.open_rows
+        await client.aclose()
+        await trio.sleep(3 * STEP_S)
+        assert place.open_rows == set()
+        assert place.house.meter.requests == {"cancelled": 1}
+
+
+async def test_a_client_that_stops_reading_is_cut(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A socket that takes nothing for client_stall_s is closed, and its row is free."""
+    async with _connected(client_stall_s=3) as (client, place, server):
+        await client.send_all(_request(_chat(7000)))
+        await _receive_until(client, b"w3")
+        server.send_stream.send_all_hook = trio.sleep_forever
+        stopped = trio.current_time()
+        while await client.receive_some():
+            pass
+        assert trio.current_time() - stopped == pytest.approx(3, abs=0.1)
+        await trio.sleep(3 * STEP_S)
+        assert place.open_rows == set()
+        assert place.house.open_requests == 0
+
+
+async def test_a_slow_reader_is_not_cut(autojump_clock: trio.testing.MockClock) -> None:
+    """A client that takes something within client_stall_s each time gets its whole answer."""
+    async with _connected(client_stall_s=3) as (client, _, server):
+
+        async def slow() -> None:
+            await trio.sleep(1)
+
+        server.send_stream.send_all_hook = slow
+        await client.send_all(_request(_chat(40)))
+        assert b" w39" in await _receive_until(client, b"[DONE]")
+
+
+async def test_long_reading_is_bridged_by_comments(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """While nothing is generated a stream carries comments, so no client gives up."""
+    async with _connected(context_tokens=0) as (client, place, _):
+        place.house.start(Generation("other", (row_context(1, 10_000),))).events.close()
+        other = place.house.start(Generation("next", (row_context(6000, 2000),)))
+
+        async def read() -> None:
+            async for _ in other.events:
+                pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await client.send_all(_request(_chat(2)))
+            data = await _receive_until(client, b"[DONE]")
+        waited = 6000 * READ_S + 2000 * STEP_S
+        assert data.count(b": keep-alive") == int(waited // HEARTBEAT_SECONDS)
+
+
+async def test_the_guarded_connection_is_the_one_that_is_served(
+    nursery: trio.Nursery,
+) -> None:
+    """Hypercorn builds our connection class; if it stops doing so, stalled readers hang it."""
+    async with stand(ServerArgs(port=0)) as place:
+        stop = trio.Event()
+        urls: list[str] = []
+
+        def announce(url: str, _: object) -> None:
+            urls.append(url)
+            stop.set()
+
+        await serve_house(place.house, stop, announce)
+    assert urls[0].startswith("http://127.0.0.1:")
+    assert hypercorn.trio.run.TCPServer is GuardedTCPServer

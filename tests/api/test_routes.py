@@ -1,0 +1,236 @@
+"""The other routes: legacy completions, models, tokens, health, metrics, and the guard."""
+
+from typing import Any
+
+import pytest
+import trio.testing
+
+from tests.api.conftest import Serving
+
+_LOCAL = {"Host": "localhost:8000"}
+
+
+async def _post(client: Any, path: str, body: dict[str, Any], **headers: str) -> Any:
+    return await client.post(path, json=body, headers={**_LOCAL, **headers})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices"),
+    [("ab", 1), (["ab", "c"], 2), ([97, 98], 1), ([[97], [98, 99]], 2), (None, 1), ("", 1)],
+)
+async def test_prompts_of_all_four_forms(
+    serving: Serving, autojump_clock: trio.testing.MockClock, prompt: Any, choices: int
+) -> None:
+    """Text, texts, token ids and lists of them are served, n choices for each, in order."""
+    async with serving(scheduler_mode="ar_batch") as (client, _):
+        body = {"prompt": prompt, "max_tokens": 2, "n": 2}
+        answer = await (await _post(client, "/v1/completions", body)).get_json()
+    assert answer["object"] == "text_completion"
+    assert [c["index"] for c in answer["choices"]] == list(range(2 * choices))
+    assert {c["text"] for c in answer["choices"]} == {" w0 w1"}
+    assert answer["usage"]["completion_tokens"] == 4 * choices
+
+
+async def test_echo_repeats_each_prompt(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """With echo the text begins with its own prompt; max_tokens 0 then means the prompt alone."""
+    async with serving() as (client, _):
+        body = {"prompt": ["ab", "c"], "max_tokens": 1, "echo": True}
+        both = await (await _post(client, "/v1/completions", body)).get_json()
+        alone = await (
+            await _post(client, "/v1/completions", {**body, "max_tokens": 0})
+        ).get_json()
+        refused = await _post(client, "/v1/completions", {"prompt": "a", "max_tokens": 0})
+    assert [c["text"] for c in both["choices"]] == ["ab w0", "c w0"]
+    assert [c["text"] for c in alone["choices"]] == ["ab", "c"]
+    assert alone["usage"]["completion_tokens"] == 0
+    assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"n": 129}, "n"),
+    ],
+)
+async def test_bad_legacy_input_names_the_field(
+    serving: Serving, autojump_clock: trio.testing.MockClock, change: dict[str, Any], param: str
+) -> None:
+    """Legacy mistakes are 400s with `param`, too."""
+    async with serving() as (client, _):
+        answer = await _post(client, "/v1/completions", {"prompt": "a", **change})
+        assert (await answer.get_json())["error"]["param"] == param
+    assert answer.status_code == 400
+
+
+async def test_models_lists_what_is_loaded(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The one model is listed and found under its name; another name is a 404."""
+    async with serving() as (client, _):
+        listed = await (await client.get("/v1/models", headers=_LOCAL)).get_json()
+        found = await client.get("/v1/models/fake", headers=_LOCAL)
+        missing = await client.get("/v1/models/owner/other", headers=_LOCAL)
+        code = (await missing.get_json())["error"]["code"]
+    assert listed["data"][0]["id"] == "fake"
+    assert listed["data"][0]["max_model_len"] == 8192
+    assert found.status_code == 200
+    assert (missing.status_code, code) == (404, "model_not_found")
+
+
+async def test_tokenize_and_back(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A conversation is counted as a chat would count it; unknown ids are refused."""
+    async with serving() as (client, _):
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        tokens = await (await _post(client, "/v1/tokenize", chat)).get_json()
+        text = await (
+            await _post(client, "/v1/detokenize", {"tokens": tokens["tokens"]})
+        ).get_json()
+        neither = await _post(client, "/v1/tokenize", {})
+        unknown = await _post(client, "/v1/detokenize", {"tokens": [10**7]})
+    assert tokens["count"] == len("user:hello\n")
+    assert text == {"prompt": "user:hello\n"}
+    assert neither.status_code == unknown.status_code == 400
+
+
+async def test_health_proves_what_ran(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """After eight rows together the telemetry says width 8 and one cohort of eight."""
+    async with serving(scheduler_mode="ar_batch", batch_wait_ms=1000) as (client, _):
+        before = await (await client.get("/health", headers=_LOCAL)).get_json()
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 5}
+        await _post(client, "/v1/chat/completions", body)
+        after = await (await client.get("/health", headers=_LOCAL)).get_json()
+        metrics = (await (await client.get("/metrics", headers=_LOCAL)).get_data()).decode()
+    assert before["scheduler"]["telemetry"]["batch_histogram"] == {}
+    scheduler = after["scheduler"]
+    assert (scheduler["mode"], scheduler["active_lane"]) == ("ar_batch", "ar-b8")
+    told = scheduler["telemetry"]
+    assert (told["last_real_width"], told["batch_histogram"]) == (8, {"8": 1})
+    assert (told["rows_peak"], told["active_rows"], told["steps"]) == (8, 0, 4)
+    assert (told["tokens_committed"], told["state"]) == (40, "idle")
+    assert told["queue_wait_s"]["p50"] is not None
+    assert "paceline_generation_tokens_total 40.0" in metrics
+    assert 'paceline_cohorts_by_width_total{width="8"} 1.0' in metrics
+
+
+async def test_health_is_503_while_draining(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A draining server says so, and refuses new requests with 503."""
+    async with serving() as (client, place):
+        await place.house.drain(0)
+        health = await client.get("/health", headers=_LOCAL)
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        refused = await _post(client, "/v1/chat/completions", chat)
+        assert (await health.get_json())["status"] == "draining"
+    assert health.status_code == refused.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost"}, 200),
+        ({"Host": "127.0.0.1:1234"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "127.0.0.1@evil.example"}, 421),
+        ({"Host": ""}, 421),
+        ({"Host": "localhost", "Origin": "https://evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost:5173"}, 200),
+        ({"Host": "localhost", "Origin": "null"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost.evil.example"}, 403),
+    ],
+)
+async def test_only_local_hosts_and_pages_are_served(
+    serving: Serving, autojump_clock: trio.testing.MockClock, headers: dict[str, str], status: int
+) -> None:
+    """DNS rebinding and foreign pages are refused before anything runs."""
+    async with serving() as (client, _):
+        answer = await client.get("/v1/models", headers=headers)
+    assert answer.status_code == status
+
+
+async def test_a_page_that_sends_plain_text_is_refused(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A POST that needs no preflight cannot start a generation."""
+    async with serving() as (client, place):
+        answer = await client.post("/v1/chat/completions", data=b"{}", headers=_LOCAL)
+        assert place.house.meter.requests == {}
+    assert answer.status_code == 415
+
+
+async def test_a_preflight_is_answered(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A page on this machine may ask first and is told what is allowed."""
+    asked = {
+        "Origin": "http://localhost:5173",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    async with serving() as (client, _):
+        answer = await client.options("/v1/chat/completions", headers={**_LOCAL, **asked})
+    assert answer.status_code == 204
+    assert answer.headers["Access-Control-Allow-Origin"] == "http://localhost:5173"
+    assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+    assert "authorization" in answer.headers["Access-Control-Allow-Headers"]
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Bearer k\u00e9y"}, 401),
+        ({"Authorization": "Basic first"}, 401),
+        ({"Authorization": "Bearer first"}, 200),
+        ({"Authorization": "bearer second"}, 200),
+        ({"X-Api-Key": "first"}, 200),
+    ],
+)
+async def test_a_key_is_required_when_one_is_set(
+    serving: Serving, autojump_clock: trio.testing.MockClock, given: dict[str, str], status: int
+) -> None:
+    """Any of the keys opens the API, nothing else does, and health stays open."""
+    async with serving(api_key=("first", "second")) as (client, _):
+        answer = await client.get("/v1/models", headers={**_LOCAL, **given})
+        health = await client.get("/health", headers=_LOCAL)
+    assert answer.status_code == status
+    assert health.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/nope", 404),
+        ("POST", "/v1/nope", 404),
+        ("GET", "/v1/models/", 200),
+        ("HEAD", "/", 200),
+        ("GET", "/v1/models?api-version=1", 200),
+    ],
+)
+async def test_odd_paths_get_json_errors(
+    serving: Serving, autojump_clock: trio.testing.MockClock, method: str, path: str, status: int
+) -> None:
+    """Unknown routes and methods have OpenAI's error shape; slashes and queries are harmless."""
+    async with serving() as (client, _):
+        body = {"json": {}} if method == "POST" else {}
+        answer = await client.open(path, method=method, headers=_LOCAL, **body)
+        if status >= 400:
+            assert set((await answer.get_json())["error"]) == {"message", "type", "param", "code"}
+    assert answer.status_code == status
