@@ -5,6 +5,7 @@ message is encoded as the characters it is made of, never as the token.
 """
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -174,7 +175,7 @@ def _shield(value: Any, pattern: re.Pattern[str], shield: str) -> Any:
 
 
 def _unused_character(messages: Sequence[dict[str, Any]]) -> str:
-    used = set(str(messages))
+    used = set(json.dumps(messages, ensure_ascii=False, default=str))
     return next(c for c in map(chr, _PRIVATE_USE) if c not in used)
 
 

@@ -28,6 +28,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
 def test_every_setting_can_be_given_as_text(name: str, tmp_path: Path) -> None:
     """No setting exists that flags and environment cannot set, and each has a line of help."""
     texts = {"model": "m", "host": "localhost", "numerics": "throughput", "dtype": "float32"}
+    texts["prefill_chunk_tokens"] = "64"
     default = DEFAULTS[name]
     text = texts.get(name) or ("1" if default is None or isinstance(default, int) else "")
     if isinstance(default, float):
@@ -44,7 +45,7 @@ def test_every_setting_can_be_given_as_text(name: str, tmp_path: Path) -> None:
     [
         ("port", "99999", ["port='99999'", "<= 65535"]),
         ("port", "high", ["port='high'"]),
-        ("scheduler_mode", "fast", ["scheduler_mode='fast'", "one of serial, cooperative"]),
+        ("scheduler_mode", "fast", ["scheduler_mode='fast'", "one of ar_batch, cooperative"]),
         ("decode_batch_max", "9", ["decode_batch_max='9'", "<= 8"]),
         ("batch_wait_ms", "-1", ["batch_wait_ms='-1'", ">= 0"]),
         ("nonsense", "1", ["unknown setting 'nonsense'", "config show"]),

@@ -1,0 +1,80 @@
+"""The starter model's tokenizer: injection, half characters, and the template."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.runtime.errors import CallerError
+from paceline.runtime.text import Detokenizer, Text
+
+# The vocabulary lacks a few control characters and the bytes F1 and up of rare planes.
+_COVERED = st.characters(min_codepoint=0x20, max_codepoint=0x3FFFF, exclude_categories=["Cs"])
+
+
+def test_the_tokenizer_is_the_published_one(text: Text) -> None:
+    """Digits stand alone, contractions and spaces split as SmolLM2's own tokenizer splits them."""
+    assert [text.decode([t]) for t in text.encode("It's 2024, ok?")] == [
+        "It", "'s", " ", "2", "0", "2", "4", ",", " ok", "?",
+    ]  # fmt: skip
+    assert (text.vocab_size, text.end_ids) == (49_152, frozenset({2}))
+
+
+def test_the_template_opens_an_answer(text: Text) -> None:
+    """A conversation ends with the assistant's turn opened, and has the default system turn."""
+    shown = text.decode(text.encode_chat([{"role": "user", "content": "hello"}]))
+    assert shown.startswith("<|im_start|>system\n")
+    assert shown.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<file_sep>"])
+def test_a_control_token_typed_by_a_user_stays_text(text: Text, marker: str) -> None:
+    """No user can close a turn: the marker is encoded as characters, and reads the same."""
+    plain = text.encode_chat([{"role": "user", "content": "ab"}])
+    typed = text.encode_chat([{"role": "user", "content": f"a{marker}b"}])
+    control = text.encode(marker)
+    assert len(control) == 1
+    assert typed.count(control[0]) == plain.count(control[0])
+    assert text.decode(typed) == text.decode(plain).replace("ab", f"a{marker}b")
+
+
+def test_conversations_without_markers_are_tokenized_the_plain_way(text: Text) -> None:
+    """The shield against markers changes nothing where there are none."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "caf\u00e9 \U0001f680 \ue000"},
+    ]
+    rendered = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\ncaf\u00e9 \U0001f680 \ue000<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text.encode_chat(messages) == text.encode(rendered, add_special=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(_COVERED, max_size=60))
+def test_text_survives_token_by_token(text: Text, original: str) -> None:
+    """Joined deltas give the text back, and no delta ever holds half a character."""
+    detokenizer = Detokenizer(text)
+    pieces = [detokenizer.push(token) for token in text.encode(original)]
+    assert "".join(pieces) == original
+    if "\ufffd" not in original:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_cut_short_is_left_out(text: Text) -> None:
+    """The text of a shorter answer begins that of a longer one, wherever it is cut."""
+    tokens = text.encode("go \U0001f680\U0001f642 \u4f60\u597d")
+    shown = []
+    for size in range(len(tokens) + 1):
+        detokenizer = Detokenizer(text)
+        shown.append("".join(map(detokenizer.push, tokens[:size])))
+    for shorter, longer in zip(shown, shown[1:], strict=False):
+        assert longer.startswith(shorter)
+        assert "\ufffd" not in longer
+
+
+def test_a_template_that_refuses_is_the_callers_error(text: Text) -> None:
+    """What the template cannot render is a 400, not a crash."""
+    with pytest.raises(CallerError) as error:
+        text.encode_chat([{"role": "user", "content": {"not": "text"}}])
+    assert error.value.param == "messages"

@@ -1,0 +1,112 @@
+"""The device thread on the real clock: one thread for all turns, and a way back into trio."""
+
+import threading
+
+import pytest
+import trio
+
+from paceline.runtime.thread import LAG, DeviceThread
+
+
+class _Loop:
+    """Echoes messages one a turn and remembers which thread ran it."""
+
+    def __init__(self) -> None:
+        self.threads = {threading.get_ident()}
+        self.waiting: list[int] = []
+        self.fed = 0
+
+    def feed(self, message: int) -> None:
+        self.waiting.append(message)
+        self.fed += 1
+
+    def turn(self) -> int | None:
+        self.threads.add(threading.get_ident())
+        if not self.waiting:
+            return None
+        message = self.waiting.pop(0)
+        if message < 0:
+            raise RuntimeError("device lost")
+        return message
+
+    def wait_s(self) -> float | None:
+        return None
+
+
+async def test_every_turn_runs_in_the_thread_that_built_the_loop() -> None:
+    """Building and all turns share one thread that is not trio's, and results come in order."""
+    loops: list[_Loop] = []
+    got: list[int] = []
+    done = trio.Event()
+
+    def build() -> _Loop:
+        loops.append(_Loop())
+        return loops[0]
+
+    def publish(result: int) -> None:
+        got.append(result)
+        if len(got) == 20:
+            done.set()
+
+    device = DeviceThread[int, int](build)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(device.run, publish)
+        for i in range(20):
+            device.post(i)
+        with trio.fail_after(10):
+            await done.wait()
+        nursery.cancel_scope.cancel()
+    assert got == list(range(20))
+    assert len(loops[0].threads) == 1
+    assert threading.get_ident() not in loops[0].threads
+    assert not device.stuck
+
+
+async def test_a_loop_that_raises_ends_the_run_with_its_error() -> None:
+    """What breaks in a turn comes out of run, after what was published before."""
+    got: list[int] = []
+    device = DeviceThread[int, int](_Loop)
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="device lost")):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(device.run, got.append)
+            device.post(1)
+            device.post(-1)
+            with trio.fail_after(10):
+                await trio.sleep_forever()
+    assert got == [1]
+
+
+async def test_a_loop_that_cannot_be_built_never_starts() -> None:
+    """An error while loading comes out of start, with the thread gone."""
+
+    def build() -> _Loop:
+        raise RuntimeError("no weights")
+
+    device = DeviceThread[int, int](build)
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="no weights")):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(device.run, lambda result: None)
+
+
+async def test_the_device_cannot_outrun_trio() -> None:
+    """While trio is busy, at most LAG results pile up; the rest wait in the device."""
+    loop = _Loop()
+    got: list[int] = []
+    done = trio.Event()
+
+    def publish(result: int) -> None:
+        got.append(result)
+        if len(got) == 50:
+            done.set()
+
+    device = DeviceThread[int, int](lambda: loop)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(device.run, publish)
+        for i in range(50):
+            device.post(i)
+        blocked_until = threading.Event()
+        blocked_until.wait(0.3)  # trio's own thread is held here; only the device can move
+        assert loop.fed - len(loop.waiting) <= LAG + 1
+        with trio.fail_after(10):
+            await done.wait()
+        nursery.cancel_scope.cancel()
