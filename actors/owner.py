@@ -60,6 +60,7 @@ class ModelOwner:
         self._epoch = 0
         self._open: dict[Lease, trio.MemorySendChannel[RowMessage]] = {}
         self._holders = 0  # requests that still hold rows, so a dying owner can wait for them
+        self._freed = trio.Event()
         self.dead = False
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -79,8 +80,7 @@ class ModelOwner:
                 failure = Failed(lease, "model_failed", "the model stopped working; try again")
                 self._send(failure)
             with trio.move_on_after(_FAREWELL_SECONDS):
-                while self._holders:
-                    await trio.sleep(_FAREWELL_SECONDS / 100)
+                await self._nobody_holds()
                 await trio.sleep(_FAREWELL_SECONDS / 10)  # for the error events' last write
             raise OwnerDied(f"the model owner failed: {error!r}") from error
 
@@ -105,6 +105,8 @@ class ModelOwner:
     def release(self, leases: Sequence[Lease]) -> None:
         """Take back what `admit` gave; rows that are still open are let go."""
         self._holders -= 1
+        if not self._holders:
+            self._freed.set()
         for lease in leases:
             self.leave(lease, "request ended")
 
@@ -116,6 +118,11 @@ class ModelOwner:
         """Give a row up; one that ended already is nothing."""
         if self._open.pop(lease, None) is not None:
             self._device.post(Leave(lease, reason))
+
+    async def _nobody_holds(self) -> None:
+        while self._holders:
+            self._freed = trio.Event()
+            await self._freed.wait()
 
     def _check_room(self, rows: int) -> None:
         if self.dead:

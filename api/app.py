@@ -31,7 +31,7 @@ class Connection(TrioASGIHTTPConnection):
 
     _answered = False
 
-    async def handle_messages(
+    async def handle_messages(  # type: ignore[override]  # as quart-trio overrides it
         self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
     ) -> None:
         await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)

@@ -89,4 +89,5 @@ class Guard:
         given = token.strip() if scheme.lower() == "bearer" else ""
         given = given or request.headers.get("X-Api-Key", "")
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        return any([hmac.compare_digest(digest, key) for key in self._keys])
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        return any(matches)

@@ -347,7 +347,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     paceline: Paceline | UnsetType = UNSET
 
 
@@ -369,7 +369,7 @@ class TextReply(Struct):
     choices: list[TextChoice]
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     paceline: Paceline | UnsetType = UNSET
 
 

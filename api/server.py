@@ -7,6 +7,7 @@ for it for ever, even past SIGTERM.
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -117,6 +118,7 @@ async def run_server(
         OSError: The address cannot be bound.
     """
     _raise_file_limit()
+    _check_port(args)
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
         await nursery.start(_watch_signals, stop, args)
@@ -131,7 +133,7 @@ async def serve_house(
     """Serve a running house until `stop`, then drain it."""
     args = house.args
     GuardedTCPServer.stall_s = args.client_stall_s
-    hypercorn.trio.run.TCPServer = GuardedTCPServer
+    hypercorn.trio.run.TCPServer = GuardedTCPServer  # type: ignore[misc]  # its one seam
     closed = trio.Event()
     async with trio.open_nursery() as nursery:
         urls = await nursery.start(
@@ -154,7 +156,7 @@ def _config(args: ServerArgs) -> Config:
     host = f"[{args.host}]" if ":" in args.host else args.host
     config.bind = [f"{host}:{args.port}"]
     config.accesslog = None
-    config.logger_class = HypercornLog
+    config.logger_class = HypercornLog  # type: ignore[assignment]  # it is only called
     config.include_server_header = False
     config.keep_alive_timeout = args.keep_alive_s
     config.graceful_timeout = _GRACE_SECONDS
@@ -179,6 +181,19 @@ async def _watch_signals(
             watchdog = threading.Timer(limit, os._exit, (_STUCK,))
             watchdog.daemon = True
             watchdog.start()
+
+
+def _check_port(args: ServerArgs) -> None:
+    """Find out that a port is taken before a model is loaded, not after."""
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((args.host, args.port))
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot listen on {args.host}:{args.port}: {error.strerror}"
+            ) from None
 
 
 def _raise_file_limit() -> None:

@@ -1,6 +1,6 @@
 """GET /health and /metrics: proof of what ran, read from the meter and never from the device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +23,7 @@ class StatusPage:
         now: The clock the meter was written with.
     """
 
-    def __init__(self, house: House, now: Any) -> None:
+    def __init__(self, house: House, now: Callable[[], float]) -> None:
         self._house = house
         self._now = now
         self._registry = CollectorRegistry(auto_describe=False)
@@ -116,7 +116,7 @@ class _MeterCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"paceline_{name}", text, value)
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "prompt_tokens": ("Prompt tokens read", meter.prompt_tokens),
             "generation_tokens": ("Tokens committed", meter.tokens_committed),
             "steps": ("Lockstep steps", meter.steps),
@@ -125,8 +125,8 @@ class _MeterCollector(Collector):
             "prefill_seconds": ("Time spent reading prompts", meter.read_seconds),
             "cohorts_sealed": ("Cohorts sealed", meter.cohorts_sealed),
         }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"paceline_{name}", text, value)
+        for name, (text, total) in counters.items():
+            yield CounterMetricFamily(f"paceline_{name}", text, total)
         ended = CounterMetricFamily(
             "paceline_requests_ended", "Requests by how they ended", labels=["outcome"]
         )
@@ -146,7 +146,7 @@ class _MeterCollector(Collector):
             family = GaugeMetricFamily(
                 f"paceline_{name}", "Percentile over recent requests", labels=["quantile"]
             )
-            for quantile, value in (("0.5", found.p50), ("0.9", found.p90), ("0.99", found.p99)):
-                if value is not None:
-                    family.add_metric([quantile], value)
+            for quantile, seen in (("0.5", found.p50), ("0.9", found.p90), ("0.99", found.p99)):
+                if seen is not None:
+                    family.add_metric([quantile], seen)
             yield family

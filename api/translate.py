@@ -177,7 +177,8 @@ def _order(
     sampling = _sampling(body, alternatives, served.vocab_size)
     seed = _seed(body.seed)
     end_ids = frozenset[int]() if body.ignore_eos else text.end_ids
-    rows, budget = [], 0
+    rows: list[RowContext] = []
+    budget = 0
     for prompt in prompts:
         room = served.context - len(prompt)
         if room < 1:

@@ -94,6 +94,8 @@ def _scored(row: Row, logits: Logits, end: int) -> list[TokenLogprob]:
     prompt, alternatives = row.context.prompt, row.context.sampling.logprobs or 0
     start = end - len(logits)
     entries = [TokenLogprob(prompt[0], None, ())] if start == 0 else []
-    for at in range(start, min(end, len(prompt) - 1)):
-        entries.append(sampler.logprob_of(logits[at - start], prompt[at + 1], alternatives))
+    entries.extend(
+        sampler.logprob_of(logits[at - start], prompt[at + 1], alternatives)
+        for at in range(start, min(end, len(prompt) - 1))
+    )
     return entries

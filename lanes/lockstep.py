@@ -45,7 +45,9 @@ class LockstepTrunk:
             raise ModelError(why_not)
         self._net: Any = net
         self._layers = len(self._net.layers)
-        self._angles = _inverse_frequencies(self._net.layers[0].self_attn.rope)
+        angles = _inverse_frequencies(self._net.layers[0].self_attn.rope)
+        assert angles is not None, "unsupported() looks at every layer's rope"
+        self._angles = angles
         self.tile = tile
         self.vocab_size = vocab_size
         self._net.model.layers = [LockstepBlock(layer) for layer in self._net.layers]
@@ -236,7 +238,7 @@ class FrameCache:
         return
 
 
-class LockstepBlock(nn.Module):  # type: ignore[misc]
+class LockstepBlock(nn.Module):
     """One Llama layer: fused products, each padded to whole tiles; all else on real rows only."""
 
     use_sliding = False  # mlx-lm's model asks every layer

@@ -39,7 +39,8 @@ def probe_tile(net: nn.Module) -> int | None:
     None when no tile does; rows then differ between widths by rounding.
     """
     weights: dict[tuple[int, ...], mx.array] = {}
-    for _, array in tree_flatten(net.parameters()):
+    arrays: dict[str, mx.array] = dict(tree_flatten(net.parameters()))
+    for array in arrays.values():
         if array.ndim == 2 and array.dtype == mx.float32:
             weights.setdefault(array.shape, array)
     for tile in TILES:

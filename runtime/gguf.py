@@ -38,12 +38,15 @@ def convert(source: Path, target: Path, name: str, console: Console) -> None:
         ModelError: When the file is not a Llama model in Q4_1 with a Q8_0 embedding.
     """
     with mx.stream(mx.cpu):
-        tensors, meta = mx.load(str(source), return_metadata=True)
+        loaded: Any = mx.load(str(source), return_metadata=True)
+        tensors: dict[str, mx.array] = loaded[0]
+        meta: dict[str, Any] = loaded[1]
         if meta.get("general.architecture") != "llama" or "token_embd.scales" not in tensors:
             raise ModelError(f"{source.name}: not a quantized Llama GGUF file")
         heads = (_number(meta, "attention.head_count"), _number(meta, "attention.head_count_kv"))
         weights = {}
-        for key in track(sorted(tensors), "converting", console=console):
+        names: list[str] = sorted(tensors)
+        for key in track(names, "converting", console=console):
             weights[_renamed(key)] = _unpermuted(key, tensors[key], *heads)
         target.mkdir()
         mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})

@@ -73,7 +73,7 @@ def _from_hub(model: str) -> Path:
     from mlx_lm.utils import hf_repo_to_path
 
     try:
-        return Path(hf_repo_to_path(model))
+        return Path(str(hf_repo_to_path(model)))
     except Exception as not_cached:
         offline = not_cached
     try:
@@ -225,7 +225,8 @@ def weights_type(net: nn.Module) -> str:
     bits = {m.bits for m in net.modules() if isinstance(m, nn.QuantizedLinear)}
     if bits:
         return f"{min(bits)}-bit"
-    _, first = next(p for p in tree_flatten(net.parameters()) if p[1].ndim == 2)
+    arrays: dict[str, mx.array] = dict(tree_flatten(net.parameters()))
+    first = next(array for array in arrays.values() if array.ndim == 2)
     return str(first.dtype).rpartition(".")[2]
 
 

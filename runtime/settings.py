@@ -59,10 +59,12 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Annotated[int, Meta(ge=1, le=8)] | None, _help("rows stepping together (batch modes)")
     ] = None
     batch_wait_ms: Annotated[
-        Annotated[float, Meta(ge=0, le=10_000)] | None, _help("how long a first row waits for company, in ms")
+        Annotated[float, Meta(ge=0, le=10_000)] | None,
+        _help("how long a first row waits for company, in ms"),
     ] = None
     prefill_chunk_tokens: Annotated[
-        Annotated[int, Meta(ge=64, le=65_536)] | None, _help("the most prompt tokens read in one turn")
+        Annotated[int, Meta(ge=64, le=65_536)] | None,
+        _help("the most prompt tokens read in one turn"),
     ] = None
     prefill_share: Annotated[
         float,

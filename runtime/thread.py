@@ -14,6 +14,7 @@ import trio
 
 Message = TypeVar("Message", contravariant=True)
 Result = TypeVar("Result", covariant=True)
+Returned = TypeVar("Returned", covariant=True)  # a consumer of it is handed in
 M = TypeVar("M")
 R = TypeVar("R")
 
@@ -38,18 +39,18 @@ class TurnLoop(Protocol[Message, Result]):
         ...
 
 
-class Device(Protocol[M, R]):
+class Device(Protocol[Message, Returned]):
     """Where turns run: this thread in production, a trio task in virtual-time tests."""
 
     async def run(
         self,
-        publish: Callable[[R], None],
+        publish: Callable[[Returned], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Run until stopped; raises whatever broke the loop. Started once the loop is built."""
         ...
 
-    def post(self, message: M) -> None:
+    def post(self, message: Message) -> None:
         """Hand a message over; never blocks, and does nothing once the device has ended."""
         ...
 

@@ -179,7 +179,7 @@ async def stand(
     loaded = Loaded()
     loaded.served = Served("fake", "fake", "fake", "cpu", "constant-shape", context, 100_000, 1)
     loaded.text = FakeText()  # type: ignore[assignment]
-    loaded.lanes = tuple(lanes.values())  # type: ignore[assignment]
+    loaded.lanes = tuple(lanes.values())
 
     def clock() -> float:
         return trio.current_time() + wear.seconds

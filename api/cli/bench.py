@@ -135,7 +135,8 @@ def _print(cells: list[Cell]) -> None:
             f"{cell.tokens_per_s:.1f}",
             f"{cell.tokens_per_s / (first[cell.concurrency] or 1):.2f}",
             f"{cell.first_token_s_p50:.2f} / {cell.first_token_s_p95:.2f} s",
-            f"{cell.gap_s_p50 * 1e3:.0f} / {cell.gap_s_p95 * 1e3:.0f} / {cell.gap_s_max * 1e3:.0f} ms",
+            " / ".join(f"{s * 1e3:.0f}" for s in (cell.gap_s_p50, cell.gap_s_p95, cell.gap_s_max))
+            + " ms",
         )
     Console().print(table)
 

@@ -42,7 +42,7 @@ def _plain_type(hint: Any) -> Any:
 
 def _metavar(kind: Any) -> str:
     if isinstance(kind, EnumType):
-        return "|".join(str(member.value) for member in kind)  # type: ignore[attr-defined,var-annotated]
+        return "|".join(str(member.value) for member in kind)  # type: ignore[var-annotated]
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) is tuple:

@@ -1,11 +1,12 @@
 """The scheduler core as a plain object: messages in, plans out, no clock but the one given."""
 
+from tests.fakes import TILE, row_context
+
 from paceline.actors.core import Core, Outcome
 from paceline.actors.messages import Admit, Admitted, CohortSealed, Grant, Lease, Leave, Tokens
 from paceline.actors.policies import make_policy
 from paceline.lanes.base import RowDelta
 from paceline.runtime.modes import PRESETS, Mode, Preset
-from tests.fakes import TILE, row_context
 
 
 def _core(mode: Mode = Mode.AR_BATCH) -> Core:

@@ -6,13 +6,13 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes import WORD_BASE, Stand, row_context, stand
 
 from paceline.actors.request import Ended, Generation, Outcome, RequestActor
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
-from tests.fakes import WORD_BASE, Stand, row_context, stand
 
 Op = tuple[Literal["admit", "hang_up", "stall", "wait"], int, int]
 

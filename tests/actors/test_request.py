@@ -3,17 +3,18 @@
 import pytest
 import trio
 import trio.testing
+from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stand
 
 from paceline.actors.request import Broken, Ended, Finished, Generation, Piece, RequestActor
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError, OwnerDied
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
-from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stand
 
 
 async def _read(actor: RequestActor) -> tuple[str, list[str]]:
-    text, finishes = "", []
+    text = ""
+    finishes: list[str] = []
     async for event in actor.events:
         if isinstance(event, Piece):
             text += event.text
@@ -51,9 +52,7 @@ async def test_a_stop_string_over_two_tokens_is_cut_and_frees_the_row(
     """A stop string that spans tokens is never shown in part, and its row ends within a turn."""
     async with stand(ServerArgs()) as place:
         actor = place.house.start(Generation("r", (row_context(1, 1000),), stops=("3 w4",)))
-        pieces = []
-        async for event in actor.events:
-            pieces.append(event)
+        pieces = [event async for event in actor.events]
         shown = "".join(e.text for e in pieces if isinstance(e, Piece))
         assert shown == " w0 w1 w2 w"
         assert pieces[-1] == Ended(0, "stop")

@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 from quart.typing import TestClientProtocol
+from tests.fakes import Stand, stand
 from werkzeug.datastructures import Headers
 
 from paceline.api.app import make_app
 from paceline.lanes.base import Row
 from paceline.runtime.settings import ServerArgs
-from tests.fakes import Stand, stand
-
 
 
 async def read_stream(client: TestClientProtocol, path: str, body: dict[str, Any]) -> bytes:
     """Post a body and read the answer as it comes; the client's own buffer holds ten writes."""
     headers = {"Host": "localhost", "Content-Type": "application/json"}
     data = b""
-    async with client.request(path, method="POST", headers=Headers(headers)) as connection:
+    request: Any = client.request(path, method="POST", headers=Headers(headers))
+    async with request as connection:
         await connection.send(json.dumps(body).encode())
         await connection.send_complete()
         while part := await connection.receive():
             data += part
-    assert connection.headers is not None
     assert connection.headers["content-type"] == "text/event-stream"
     return data
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import trio.testing
-
-from paceline.lanes.base import Row
 from tests.api.conftest import Serving, read_stream
 from tests.fakes import END, WORD_BASE
+
+from paceline.lanes.base import Row
 
 _HELLO = [{"role": "user", "content": "hello"}]
 _LOCAL = {"Host": "localhost:8000"}

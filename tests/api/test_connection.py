@@ -13,13 +13,13 @@ import trio.testing
 from hypercorn.config import Config
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import wrap_app
+from tests.fakes import READ_S, STEP_S, Stand, row_context, stand
 
-from paceline.api.app import make_app
 from paceline.actors.request import Generation
+from paceline.api.app import make_app
 from paceline.api.server import GuardedTCPServer, _config, serve_house
 from paceline.api.sse import HEARTBEAT_SECONDS
 from paceline.runtime.settings import ServerArgs
-from tests.fakes import READ_S, STEP_S, Stand, row_context, stand
 
 _KEEP_ALIVE_S = 5.0
 
@@ -45,7 +45,8 @@ async def _connected(**settings: Any) -> AsyncIterator[tuple[Any, Stand, Any]]:
         client, server = trio.testing.memory_stream_pair()
         server.socket = _FakeSocket()  # type: ignore[attr-defined]
         app = wrap_app(make_app(place.house), 0, "asgi")
-        connection = GuardedTCPServer(app, config, WorkerContext(None), {}, server)
+        stream: Any = server
+        connection = GuardedTCPServer(app, config, WorkerContext(None), {}, stream)
         nursery.start_soon(connection.run)
         yield client, place, server
         nursery.cancel_scope.cancel()

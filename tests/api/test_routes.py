@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import trio.testing
-
 from tests.api.conftest import Serving
 
 _LOCAL = {"Host": "localhost:8000"}
@@ -38,9 +37,7 @@ async def test_echo_repeats_each_prompt(
     async with serving() as (client, _):
         body = {"prompt": ["ab", "c"], "max_tokens": 1, "echo": True}
         both = await (await _post(client, "/v1/completions", body)).get_json()
-        alone = await (
-            await _post(client, "/v1/completions", {**body, "max_tokens": 0})
-        ).get_json()
+        alone = await (await _post(client, "/v1/completions", {**body, "max_tokens": 0})).get_json()
         refused = await _post(client, "/v1/completions", {"prompt": "a", "max_tokens": 0})
     assert [c["text"] for c in both["choices"]] == ["ab w0", "c w0"]
     assert [c["text"] for c in alone["choices"]] == ["ab", "c"]
@@ -86,9 +83,7 @@ async def test_models_lists_what_is_loaded(
     assert (missing.status_code, code) == (404, "model_not_found")
 
 
-async def test_tokenize_and_back(
-    serving: Serving, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_tokenize_and_back(serving: Serving, autojump_clock: trio.testing.MockClock) -> None:
     """A conversation is counted as a chat would count it; unknown ids are refused."""
     async with serving() as (client, _):
         chat = {"messages": [{"role": "user", "content": "hello"}]}
@@ -112,7 +107,8 @@ async def test_health_proves_what_ran(
         body = {"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 5}
         await _post(client, "/v1/chat/completions", body)
         after = await (await client.get("/health", headers=_LOCAL)).get_json()
-        metrics = (await (await client.get("/metrics", headers=_LOCAL)).get_data()).decode()
+        page = await client.get("/metrics", headers=_LOCAL)
+        metrics = await page.get_data(as_text=True)
     assert before["scheduler"]["telemetry"]["batch_histogram"] == {}
     scheduler = after["scheduler"]
     assert (scheduler["mode"], scheduler["active_lane"]) == ("ar_batch", "ar-b8")
@@ -121,6 +117,7 @@ async def test_health_proves_what_ran(
     assert (told["rows_peak"], told["active_rows"], told["steps"]) == (8, 0, 4)
     assert (told["tokens_committed"], told["state"]) == (40, "idle")
     assert told["queue_wait_s"]["p50"] is not None
+    assert isinstance(metrics, str)
     assert "paceline_generation_tokens_total 40.0" in metrics
     assert 'paceline_cohorts_by_width_total{width="8"} 1.0' in metrics
 
@@ -229,7 +226,7 @@ async def test_odd_paths_get_json_errors(
 ) -> None:
     """Unknown routes and methods have OpenAI's error shape; slashes and queries are harmless."""
     async with serving() as (client, _):
-        body = {"json": {}} if method == "POST" else {}
+        body: Any = {"json": {}} if method == "POST" else {}
         answer = await client.open(path, method=method, headers=_LOCAL, **body)
         if status >= 400:
             assert set((await answer.get_json())["error"]) == {"message", "type", "param", "code"}

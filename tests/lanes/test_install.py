@@ -21,9 +21,7 @@ from paceline.runtime.model import LoadedModel, ModelCard
 from paceline.runtime.modes import Mode
 
 VOCAB = 512
-_CARD = ModelCard(
-    "tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0
-)
+_CARD = ModelCard("tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0)
 
 
 def tiny_llama(**changes: object) -> nn.Module:

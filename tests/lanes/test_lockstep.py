@@ -113,7 +113,8 @@ def test_a_rows_bits_do_not_know_its_neighbours(
     _keep(gained, delta)
     others: list[Row] = []
     for step in range(8):
-        if others and data.draw(st.booleans(), "leave"):
+        leaves: bool = data.draw(st.booleans(), "leave")
+        if others and leaves:
             lane.close(others.pop(data.draw(st.integers(0, len(others) - 1), "who")))
         while len(others) < data.draw(st.integers(0, 7), "width"):
             which = data.draw(st.integers(0, 7), "prompt")
@@ -121,8 +122,9 @@ def test_a_rows_bits_do_not_know_its_neighbours(
             key = f"other{step}-{len(others)}-{seed}"
             others.append(lane.open(key, _context(text, _PROMPTS[which], seed, seed / 50)))
             lane.prefill(others[-1], 10_000)
-        order = data.draw(st.permutations([row, *others]), "order")
-        for found in lane.step(order, 0):
+        order: list[int] = data.draw(st.permutations(range(1 + len(others))), "order")
+        stepping = [[row, *others][i] for i in order]
+        for found in lane.step(stepping, 0):
             if found.key == "row":
                 _keep(gained, found)
     for other in others:

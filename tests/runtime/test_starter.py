@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -67,6 +68,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(
 _SLOW_MAKER = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from paceline.runtime import starter
 def make(target, console):
     scratch = target.with_name(f".{target.name}.scratch-x")
@@ -122,7 +124,7 @@ def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
 
 def test_the_conversion_rounds_nothing(starter_path: Path, starter: LoadedModel) -> None:
     """Embedding rows equal the stored 8-bit blocks times their scales, exactly."""
-    stored = mx.load(str(starter_path / "model.safetensors"))
+    stored: Any = mx.load(str(starter_path / "model.safetensors"))
     key = "model.embed_tokens"
     packed = np.array(stored[f"{key}.weight"][_EMBED_ROW])
     values = packed.view(np.uint8).astype(np.float32).reshape(-1, 32)

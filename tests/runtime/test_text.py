@@ -1,5 +1,7 @@
 """The starter model's tokenizer: injection, half characters, and the template."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +70,7 @@ def test_a_character_cut_short_is_left_out(text: Text) -> None:
     for size in range(len(tokens) + 1):
         detokenizer = Detokenizer(text)
         shown.append("".join(map(detokenizer.push, tokens[:size])))
-    for shorter, longer in zip(shown, shown[1:], strict=False):
+    for shorter, longer in pairwise(shown):
         assert longer.startswith(shorter)
         assert "\ufffd" not in longer
 
