@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import trio
@@ -25,6 +26,7 @@ from .owner import ModelOwner
 from .policies import make_policy
 from .request import Generation, Origin, RequestActor
 
+HEARTBEAT_SECONDS: Final = 5.0  # silence lasts twice that at most, less than clients wait
 _FLUSH_SECONDS = 1.0  # how long error events may take to leave at the end of a drain
 
 
@@ -112,6 +114,13 @@ class House:
             self._empty = trio.Event()
             await self._empty.wait()
 
+    async def beat(self) -> None:
+        """Let quiet requests tell their readers that they live, for as long as the house stands."""
+        while True:
+            await trio.sleep(HEARTBEAT_SECONDS)
+            for actor in self._actors:
+                actor.beat()
+
     async def _live(self, actor: RequestActor) -> None:
         try:
             await actor.run()
@@ -162,7 +171,9 @@ async def keep_house(
     async with trio.open_nursery() as root:
         await root.start(owner.run)
         async with trio.open_nursery() as actors:
-            yield House(args, loaded.served, loaded.text, loaded.lanes, owner, meter, actors)
+            house = House(args, loaded.served, loaded.text, loaded.lanes, owner, meter, actors)
+            root.start_soon(house.beat)
+            yield house
             actors.cancel_scope.cancel(reason="shutdown")
         root.cancel_scope.cancel(reason="shutdown")
 

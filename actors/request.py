@@ -6,6 +6,7 @@ becomes this request's error.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 import msgspec
@@ -52,7 +53,12 @@ class Ended(msgspec.Struct, frozen=True):
     finish: Finish
 
 
-Event = Piece | Ended
+class Alive(msgspec.Struct, frozen=True):
+    """Nothing was said for a while, but the request lives."""
+
+
+Event = Piece | Ended | Alive
+_ALIVE: Final = Alive()
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -121,6 +127,7 @@ class RequestActor:
         self._log = logger().bind(request_id=generation.request_id, mode=mode)
         self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
         self.outcome: Outcome | None = None
+        self._quiet = False
         # Here and not in the task, so that requests queue in the order they came in.
         self._leases, self._replies = owner.admit(generation.request_id, generation.rows, CREDITS)
         self._log.info("request.queued", rows=[lease.row for lease in self._leases])
@@ -135,6 +142,16 @@ class RequestActor:
         if self._reason is None:
             self._reason = reason
             self._scope.cancel(reason=reason)
+
+    def beat(self) -> None:
+        """Tell the reader that the request lives, when nothing was said since the last beat.
+
+        One task calls this for all requests: a timer for every token would cost more than it.
+        """
+        if self._quiet and self.outcome is None:
+            with suppress(trio.WouldBlock, trio.BrokenResourceError):
+                self._send.send_nowait(_ALIVE)
+        self._quiet = True
 
     async def run(self) -> None:
         """Live until the request is over; never raises."""
@@ -184,12 +201,20 @@ class RequestActor:
         if message.tokens and self._first_token_s is None:
             self._note_first_token(message.lease)
         for event in row.take(message):
-            with trio.fail_after(self._stall_s):
-                await self._send.send(event)
+            await self._pass_on(event)
         if row.ended:
             self._owner.leave(message.lease, "stop string")
-        else:
-            self._owner.grant(message.lease, len(message.tokens))
+        elif granted := row.credit(len(message.tokens)):
+            self._owner.grant(message.lease, granted)
+
+    async def _pass_on(self, event: Event) -> None:
+        """Hand an event to the reader; waiting for it has a limit, and mostly need not begin."""
+        self._quiet = False
+        try:
+            self._send.send_nowait(event)
+        except trio.WouldBlock:
+            with trio.fail_after(self._stall_s):
+                await self._send.send(event)
 
     def _note_first_token(self, lease: Lease) -> None:
         self._first_token_s = self._clock() - self._received_at
@@ -245,6 +270,7 @@ class _RowText:
         self._matcher = StopMatcher(stops)
         self._pushed = 0  # characters given to the matcher
         self._waiting: list[tuple[int, TokenLogprob]] = []  # (where its text begins, entry)
+        self._taken = 0  # tokens passed on since the last grant
         self.tokens = 0
         self.ended: Finish | None = None
 
@@ -265,6 +291,14 @@ class _RowText:
             return self._end(message.finish, shown + self._matcher.flush(), message)
         piece = Piece(self._index, shown, self._released(), message.prompt_logprobs)
         return [piece] if shown or piece.logprobs or piece.prompt_logprobs else []
+
+    def credit(self, tokens: int) -> int:
+        """Note tokens that were passed on; return how many to grant now, a few at a time."""
+        self._taken += tokens
+        if self._taken < CREDITS // 4:
+            return 0
+        granted, self._taken = self._taken, 0
+        return granted
 
     def _end(self, finish: Finish, shown: str, message: Tokens) -> list[Event]:
         self.ended = finish

@@ -8,7 +8,7 @@ import trio
 from quart import Response
 
 from ..actors.house import House
-from ..actors.request import Broken, Ended, Finished, Piece, RequestActor
+from ..actors.request import Alive, Broken, Ended, Finished, Piece, RequestActor
 from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text
@@ -88,14 +88,16 @@ async def collect(actor: RequestActor, order: Order) -> tuple[list[Collected], F
     choices = [Collected() for _ in order.generation.rows]
     try:
         async for event in actor.events:
-            choice = choices[event.index]
             match event:
                 case Piece():
+                    choice = choices[event.index]
                     choice.text += event.text
                     choice.logprobs += event.logprobs
                     choice.prompt_logprobs += event.prompt_logprobs
                 case Ended():
-                    choice.finish = event.finish
+                    choices[event.index].finish = event.finish
+                case Alive():
+                    pass
     except trio.Cancelled:
         actor.hang_up("client_disconnect")
         raise

@@ -6,21 +6,20 @@ client has gone, whatever the reason.
 
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, assert_never
 
 import msgspec
 import trio
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
-from ..actors.request import Broken, Ended, Finished, Piece, RequestActor
+from ..actors.request import Alive, Broken, Ended, Event, Finished, Piece, RequestActor
 from .problems import broken_body
 from .schemas import ErrorReply
 
-HEARTBEAT_SECONDS: Final = 10.0  # well below the shortest client timeout we know of
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
 _DONE: Final = b"data: [DONE]\n\n"
-_ALIVE: Final = b": keep-alive\n\n"
+_COMMENT: Final = b": keep-alive\n\n"
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -76,9 +75,7 @@ class EventBody(ResponseBody):
             first, self._opening = self._opening, None
             if opening := _encoded(first):
                 return opening
-        with trio.move_on_after(HEARTBEAT_SECONDS):
-            return await self._next_write()
-        return _ALIVE
+        return await self._next_write()
 
     async def convert_to_sequence(self) -> bytes:
         """Return the whole stream at once."""
@@ -104,10 +101,16 @@ class EventBody(ResponseBody):
                 parts.append(self._last())
         return b"".join(parts)
 
-    def _format(self, event: Piece | Ended) -> bytes:
-        if isinstance(event, Piece):
-            return _encoded(self._formatter.piece(event))
-        return _encoded(self._formatter.ended(event))
+    def _format(self, event: Event) -> bytes:
+        match event:
+            case Piece():
+                return _encoded(self._formatter.piece(event))
+            case Ended():
+                return _encoded(self._formatter.ended(event))
+            case Alive():
+                return _COMMENT
+            case _:
+                assert_never(event)
 
     def _last(self) -> bytes:
         """Return the one terminal event: the done mark, or an error and nothing after it."""

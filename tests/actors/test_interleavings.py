@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import WORD_BASE, Stand, row_context, stand
 
-from paceline.actors.request import Ended, Generation, Outcome, RequestActor
+from paceline.actors.request import Ended, Generation, Outcome, Piece, RequestActor
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError
 from paceline.runtime.modes import Mode
@@ -60,7 +60,7 @@ class _Client:
                 return
             if isinstance(event, Ended):
                 self.ends += 1
-            else:
+            elif isinstance(event, Piece):
                 self.seen.append(event.text)
 
 

@@ -18,7 +18,7 @@ async def _read(actor: RequestActor) -> tuple[str, list[str]]:
     async for event in actor.events:
         if isinstance(event, Piece):
             text += event.text
-        else:
+        elif isinstance(event, Ended):
             finishes.append(event.finish)
     return text, finishes
 
