@@ -211,7 +211,6 @@ class Core:
             reading=[r for r in rows if r.unread],
             ready=[r for r in rows if not r.unread and not r.parked],
             parked=[r for r in rows if r.parked],
-            queued=len(self._queue),
             stepping=self._stepping,
             costs=self._costs,
             now=now,

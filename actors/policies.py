@@ -24,8 +24,6 @@ class RowView(Protocol):
     @property
     def unread(self) -> int: ...
     @property
-    def parked(self) -> bool: ...
-    @property
     def ready_at(self) -> float: ...
 
 
@@ -57,7 +55,6 @@ class Scene(msgspec.Struct, frozen=True):
     reading: Sequence[RowView]
     ready: Sequence[RowView]
     parked: Sequence[RowView]
-    queued: int
     stepping: frozenset[str]
     costs: Costs
     now: float

@@ -1,7 +1,10 @@
-"""What both completion routes share: collecting an answer, its usage, its log probabilities."""
+"""What both completion routes share: running a request, its chunks, usage and log probabilities."""
 
 import secrets
-from typing import NoReturn
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import trio
@@ -14,29 +17,20 @@ from ..runtime.log import logger
 from ..runtime.text import Text
 from .problems import broken_body, broken_status, reply
 from .schemas import (
+    ChatChunk,
     ChatLogprob,
     ChatLogprobs,
     ErrorReply,
     Paceline,
     TextLogprobs,
+    TextReply,
     TopLogprob,
     Usage,
 )
+from .sse import stream
 from .translate import Order
 
-
-class BrokenAnswer(Exception):
-    """A request that ended badly before anything was sent."""
-
-    def __init__(self, broken: Broken) -> None:
-        super().__init__(broken.message)
-        self.broken = broken
-
-    def response(self) -> Response:
-        """Return the error answer."""
-        status = broken_status(self.broken)
-        headers = {"Retry-After": "5"} if status == 503 else None
-        return reply(status, ErrorReply(broken_body(self.broken)), headers)
+Choice = TypeVar("Choice")
 
 
 class Collected(msgspec.Struct):
@@ -53,61 +47,84 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def open_request(house: House, order: Order, route: str) -> RequestActor:
-    """Log a request and spawn its actor.
+async def answer(
+    house: House,
+    order: Order,
+    route: str,
+    chunks: "ChoiceStream[Any]",
+    whole: Callable[[list[Collected], Finished], msgspec.Struct],
+) -> Response:
+    """Run one request and answer it, streamed or whole.
+
+    Args:
+        chunks: How the route writes a stream.
+        whole: How it writes a whole answer.
 
     Raises:
         BusyError: When there is no room for it.
+        OwnerDied: When there is no model any more.
     """
-    prompt_tokens = sum(map(len, order.prompts))
-    first = order.generation.rows[0]
-    log = logger().bind(
-        request_id=order.generation.request_id, mode=house.args.scheduler_mode.value
-    )
-    log.info(
-        "request.received",
-        route=route,
-        rows=len(order.generation.rows),
-        prompt_tokens=prompt_tokens,
-        max_tokens=order.max_tokens,
-        seed=order.seed,
-        temperature=first.sampling.temperature,
-        stream=order.stream,
-    )
-    if house.args.log_content:
-        log.info("request.content", prompts=[house.text.decode(p) for p in order.prompts])
-    return house.start(order.generation)
-
-
-async def collect(actor: RequestActor, order: Order) -> tuple[list[Collected], Finished]:
-    """Wait for a whole answer; a client that leaves takes its request with it.
-
-    Raises:
-        BrokenAnswer: When the request ended badly.
-    """
-    choices = [Collected() for _ in order.generation.rows]
-    try:
-        async for event in actor.events:
-            match event:
-                case Piece():
-                    choice = choices[event.index]
-                    choice.text += event.text
-                    choice.logprobs += event.logprobs
-                    choice.prompt_logprobs += event.prompt_logprobs
-                case Ended():
-                    choices[event.index].finish = event.finish
-                case Alive():
-                    pass
-    except trio.Cancelled:
-        actor.hang_up("client_disconnect")
-        raise
+    _log_request(house, order, route)
+    actor = house.start(order.generation)
+    headers = {"x-request-id": order.generation.request_id}
+    if order.stream:
+        return stream(actor, chunks, headers)
+    choices = await _collect(actor, order)
     match actor.outcome:
         case Finished() as finished:
-            return choices, finished
+            return reply(200, whole(choices, finished), headers)
         case Broken() as broken:
-            raise BrokenAnswer(broken)
+            status = broken_status(broken)
+            if status == 503:
+                headers["Retry-After"] = "5"
+            return reply(status, ErrorReply(broken_body(broken)), headers)
         case None:
-            _unsettled()
+            raise AssertionError("an actor settles before it closes its channel")
+
+
+class ChoiceStream(ABC, Generic[Choice]):
+    """The chunks of one streamed answer; the very last choice's end carries what ran."""
+
+    def __init__(self, house: House, order: Order) -> None:
+        self._house = house
+        self._order = order
+        self._created = int(time.time())
+        self._open = len(order.generation.rows)
+        self._last: Choice | None = None
+
+    @abstractmethod
+    def opening(self) -> Iterable[msgspec.Struct]:
+        """Return what a stream begins with."""
+
+    @abstractmethod
+    def piece(self, piece: Piece) -> Iterable[msgspec.Struct]:
+        """Return the events for new text."""
+
+    @abstractmethod
+    def _end(self, ended: Ended) -> Choice:
+        """Return a choice that says how it ended."""
+
+    @abstractmethod
+    def _chunk(self, choice: Choice | None) -> ChatChunk | TextReply:
+        """Return an event with one choice, or none for the usage."""
+
+    def ended(self, ended: Ended) -> Iterable[msgspec.Struct]:
+        """Return a choice's end; the very last one waits for `closing`."""
+        choice = self._end(ended)
+        self._open -= 1
+        if self._open == 0:
+            self._last = choice
+            return []
+        return [self._chunk(choice)]
+
+    def closing(self, finished: Finished) -> Iterable[msgspec.Struct]:
+        """Return the last choice's end and, when asked for, the usage."""
+        chunks = [self._chunk(self._last)]
+        if self._order.include_usage:
+            chunks.append(self._chunk(None))
+            chunks[-1].usage = usage_of(self._order, finished)
+        chunks[-1].paceline = paceline_of(self._house, self._order, finished)
+        return chunks
 
 
 def usage_of(order: Order, finished: Finished) -> Usage:
@@ -117,11 +134,11 @@ def usage_of(order: Order, finished: Finished) -> Usage:
     return Usage(prompt, completion, prompt + completion)
 
 
-def paceline_of(order: Order, finished: Finished, mode: str) -> Paceline:
+def paceline_of(house: House, order: Order, finished: Finished) -> Paceline:
     """Return the extension object that says what ran."""
     receipt = finished.receipt
     return Paceline(
-        mode=mode,
+        mode=house.args.scheduler_mode.value,
         lanes=receipt.lanes,
         widths=receipt.widths,
         seed=order.seed,
@@ -167,5 +184,41 @@ def _shown(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def _unsettled() -> NoReturn:
-    raise AssertionError("an actor settles before it closes its channel")
+def _log_request(house: House, order: Order, route: str) -> None:
+    first = order.generation.rows[0]
+    log = logger().bind(
+        request_id=order.generation.request_id, mode=house.args.scheduler_mode.value
+    )
+    log.info(
+        "request.received",
+        route=route,
+        rows=len(order.generation.rows),
+        prompt_tokens=sum(map(len, order.prompts)),
+        max_tokens=order.max_tokens,
+        seed=order.seed,
+        temperature=first.sampling.temperature,
+        stream=order.stream,
+    )
+    if house.args.log_content:
+        log.info("request.content", prompts=[house.text.decode(p) for p in order.prompts])
+
+
+async def _collect(actor: RequestActor, order: Order) -> list[Collected]:
+    """Wait for a whole answer; a client that leaves takes its request with it."""
+    choices = [Collected() for _ in order.generation.rows]
+    try:
+        async for event in actor.events:
+            match event:
+                case Piece():
+                    choice = choices[event.index]
+                    choice.text += event.text
+                    choice.logprobs += event.logprobs
+                    choice.prompt_logprobs += event.prompt_logprobs
+                case Ended():
+                    choices[event.index].finish = event.finish
+                case Alive():
+                    pass
+    except trio.Cancelled:
+        actor.hang_up("client_disconnect")
+        raise
+    return choices

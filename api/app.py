@@ -52,12 +52,10 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     app = QuartTrio("paceline")
     app.asgi_http_class = Connection
     app.url_map.strict_slashes = False
-    app.json.sort_keys = False  # type: ignore[attr-defined]
     app.config.update(
         RESPONSE_TIMEOUT=None,  # streams last as long as they last; actors have deadlines
         BODY_TIMEOUT=BODY_SECONDS,
         MAX_CONTENT_LENGTH=house.args.body_limit_mb << 20,
-        PROVIDE_AUTOMATIC_OPTIONS=True,
     )
     guard = Guard(house.args)
     page = StatusPage(house, clock)

@@ -11,18 +11,16 @@ from ..actors.house import House
 from ..actors.request import Ended, Finished, Piece
 from ..runtime.context import TokenLogprob
 from .answers import (
-    BrokenAnswer,
+    ChoiceStream,
     Collected,
-    collect,
+    answer,
     new_request_id,
-    open_request,
     paceline_of,
     text_logprobs,
     usage_of,
 )
-from .problems import decode, reply
+from .problems import decode
 from .schemas import CompletionRequest, TextChoice, TextReply
-from .sse import stream
 from .translate import Order, completion_order
 
 _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
@@ -31,25 +29,19 @@ _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 async def completions(house: House, raw: bytes) -> Response:
     """Serve one legacy completion, streamed or whole."""
     body: CompletionRequest = decode(_DECODER, raw)
-    request_id = new_request_id()
-    order = await completion_order(body, request_id, house.text, house.served)
-    actor = open_request(house, order, "completions")
-    headers = {"x-request-id": request_id}
-    if order.stream:
-        return stream(actor, TextStream(house, order), headers)
-    try:
-        choices, finished = await collect(actor, order)
-    except BrokenAnswer as error:
-        return error.response()
-    answer = TextReply(
-        id=_answer_id(order),
-        created=int(time.time()),
-        model=house.served.name,
-        choices=[_choice(house, order, i, choice) for i, choice in enumerate(choices)],
-        usage=usage_of(order, finished),
-        paceline=paceline_of(order, finished, house.args.scheduler_mode.value),
-    )
-    return reply(200, answer, headers)
+    order = await completion_order(body, new_request_id(), house.text, house.served)
+
+    def whole(choices: list[Collected], finished: Finished) -> TextReply:
+        return TextReply(
+            id=_answer_id(order),
+            created=int(time.time()),
+            model=house.served.name,
+            choices=[_choice(house, order, i, choice) for i, choice in enumerate(choices)],
+            usage=usage_of(order, finished),
+            paceline=paceline_of(house, order, finished),
+        )
+
+    return await answer(house, order, "completions", TextStream(house, order), whole)
 
 
 def _choice(house: House, order: Order, index: int, choice: Collected) -> TextChoice:
@@ -62,17 +54,12 @@ def _choice(house: House, order: Order, index: int, choice: Collected) -> TextCh
     return TextChoice(index, prompt + text, logprobs, choice.finish)
 
 
-class TextStream:
+class TextStream(ChoiceStream[TextChoice]):
     """The chunks of one streamed completion."""
 
     def __init__(self, house: House, order: Order) -> None:
-        self._house = house
-        self._order = order
-        self._id = _answer_id(order)
-        self._created = int(time.time())
-        self._open = len(order.generation.rows)
+        super().__init__(house, order)
         self._offsets = [0] * self._open
-        self._last: TextChoice | None = None
 
     def opening(self) -> Iterable[TextReply]:
         """Repeat the prompts when the caller asked for an echo without log probabilities."""
@@ -93,24 +80,8 @@ class TextStream:
             chunks.append(self._text(piece.index, piece.text, list(piece.logprobs)))
         return chunks
 
-    def ended(self, ended: Ended) -> Iterable[TextReply]:
-        """Return a choice's end; the very last one waits, to carry what ran."""
-        choice = TextChoice(ended.index, "", None, ended.finish)
-        self._open -= 1
-        if self._open == 0:
-            self._last = choice
-            return []
-        return [self._chunk(choice)]
-
-    def closing(self, finished: Finished) -> Iterable[TextReply]:
-        """Return the last choice's end and, when asked for, the usage."""
-        chunks = [self._chunk(self._last)] if self._last is not None else []
-        if self._order.include_usage:
-            chunks.append(self._chunk(None))
-            chunks[-1].usage = usage_of(self._order, finished)
-        mode = self._house.args.scheduler_mode.value
-        chunks[-1].paceline = paceline_of(self._order, finished, mode)
-        return chunks
+    def _end(self, ended: Ended) -> TextChoice:
+        return TextChoice(ended.index, "", None, ended.finish)
 
     def _text(self, index: int, text: str, entries: list[TokenLogprob]) -> TextReply:
         logprobs = None
@@ -122,7 +93,7 @@ class TextStream:
 
     def _chunk(self, choice: TextChoice | None) -> TextReply:
         choices = [choice] if choice is not None else []
-        chunk = TextReply(self._id, self._created, self._house.served.name, choices)
+        chunk = TextReply(_answer_id(self._order), self._created, self._house.served.name, choices)
         if self._order.include_usage:
             chunk.usage = None
         return chunk

@@ -118,7 +118,7 @@ async def run_server(
         OSError: The address cannot be bound.
     """
     _raise_file_limit()
-    _check_port(args)
+    check_port(args)
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
         await nursery.start(_watch_signals, stop, args)
@@ -183,8 +183,12 @@ async def _watch_signals(
             watchdog.start()
 
 
-def _check_port(args: ServerArgs) -> None:
-    """Find out that a port is taken before a model is loaded, not after."""
+def check_port(args: ServerArgs) -> None:
+    """Find out that a port is taken before a model is loaded, not after.
+
+    Raises:
+        OSError: Saying where and why.
+    """
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -91,8 +91,9 @@ class StatusPage:
                 "steps": meter.steps,
                 "tokens_committed": meter.tokens_committed,
                 "prompt_tokens": meter.prompt_tokens,
+                # No installed lane drafts, so there is nothing to accept yet.
                 "acceptance_by_depth": {},
-                "mean_accepted": meter.mean_accepted,
+                "mean_accepted": None,
                 "cohorts_sealed": meter.cohorts_sealed,
                 "seconds_since_progress": round(self._idle_s(), 3),
                 "requests": dict(sorted(meter.requests.items())),

@@ -1,8 +1,9 @@
 """Target-only decoding at one geometry: rows step together, join and leave between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..runtime.context import RowContext, TokenLogprob
+from ..runtime.errors import RowError
 from . import sampler
 from .base import LaneSpec, Receipt, Row, RowDelta, Trunk
 from .geometry import lane_name
@@ -61,16 +62,25 @@ class ArLane:
 
     def step(self, rows: Sequence[Row], depth: int = 0) -> list[RowDelta]:
         """Run one step; see `Lane.step`. Depth is 0: nothing is drafted here."""
-        slots, places = self._seats.take(rows)
-        tokens = [0] * slots.count
-        for row, place in zip(rows, places, strict=True):
-            tokens[place] = row.last_token
-        logits = self._trunk.step(slots, tokens)
+        places: dict[str, int] = {}
         deltas = []
-        for row, place in zip(rows, places, strict=True):
-            slots.lengths[place] += 1
-            deltas.append(_chosen(row, logits[place], ()))
-        return deltas
+        for row in rows:
+            try:
+                places[row.key] = self._seats.take(row, rows)
+            except RowError as error:
+                deltas.append(RowDelta(row.key, error=str(error)))
+        stepping = [row for row in rows if row.key in places]
+        return [*deltas, *self._step(stepping, places)] if stepping else deltas
+
+    def _step(self, rows: Sequence[Row], places: Mapping[str, int]) -> list[RowDelta]:
+        slots = self._seats.buffers(rows)
+        tokens = [0] * slots.count
+        for row in rows:
+            tokens[places[row.key]] = row.last_token
+        logits = self._trunk.step(slots, tokens)
+        for row in rows:
+            slots.lengths[places[row.key]] += 1
+        return [_chosen(row, logits[places[row.key]], ()) for row in rows]
 
     def close(self, row: Row) -> None:
         """Free the row's slot wherever it is; see `Lane.close`."""

@@ -14,7 +14,8 @@ from .base import Lane, Trunk
 from .geometry import GEOMETRIES, geometry_for, lane_name
 from .lockstep import LockstepTrunk
 from .selfcheck import LaneChecker, probe_tile
-from .stock import StockTrunk
+from .solo import SoloTrunk
+from .stock import StockTrunk, foreign_caches
 
 # Which geometries a mode needs; rows then run on the narrowest that carries them.
 NEEDS: Final[dict[Mode, Sequence[int]]] = {
@@ -47,8 +48,8 @@ def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
         raise ModelError(
             f"scheduler_mode {mode.value!r} is not installed in this build; it has: {names}"
         )
-    trunk, why = _choose_trunk(model)
     needed = [g for g in NEEDS[mode] if g <= geometry_for(widest)]
+    trunk, why = _choose_trunk(model, needed)
     checker = LaneChecker(trunk, model.card.dtype)
     lanes: list[Lane] = []
     for geometry in needed:
@@ -57,15 +58,27 @@ def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
     return Installed(tuple(lanes), trunk.arithmetic, why)
 
 
-def _choose_trunk(model: LoadedModel) -> tuple[Trunk, str]:
+def _choose_trunk(model: LoadedModel, geometries: Sequence[int]) -> tuple[Trunk, str]:
     """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers."""
-    vocab_size = model.card.vocab_size
+    net, vocab_size = model.net, model.card.vocab_size
+    why_not = _why_not_constant_shape(model)
+    if why_not is None:
+        tile = probe_tile(net)
+        if tile is not None:
+            return LockstepTrunk(net, tile, vocab_size), f"rows keep their bits in tiles of {tile}"
+        why_not = "this BLAS rounds by a row's place in every tile"
+    foreign = foreign_caches(net)
+    if not foreign:
+        return StockTrunk(net, vocab_size), why_not
+    if max(geometries) > 1:
+        raise ModelError(
+            f"model {model.card.name!r} keeps its state in {', '.join(foreign)}, which holds no "
+            "rows side by side; serve it with scheduler_mode serial or cooperative"
+        )
+    return SoloTrunk(net, vocab_size), f"{why_not}; state in {', '.join(foreign)}"
+
+
+def _why_not_constant_shape(model: LoadedModel) -> str | None:
     if model.card.device != "cpu" or model.card.dtype != "float32":
-        return StockTrunk(model.net, vocab_size), "constant-shape arithmetic is for float32 on CPUs"
-    why_not = lockstep.unsupported(model.net)
-    if why_not is not None:
-        return StockTrunk(model.net, vocab_size), why_not
-    tile = probe_tile(model.net)
-    if tile is None:
-        return StockTrunk(model.net, vocab_size), "this BLAS rounds by a row's place in every tile"
-    return LockstepTrunk(model.net, tile, vocab_size), f"rows keep their bits in tiles of {tile}"
+        return "constant-shape arithmetic is for float32 on CPUs"
+    return lockstep.unsupported(model.net)

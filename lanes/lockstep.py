@@ -17,14 +17,14 @@ from mlx_lm.models import llama
 from numpy.typing import NDArray
 
 from ..runtime.errors import ModelError
-from .ragged import RowSlots
+from .ragged import RowSlots, SlotMaker
 from .stock import host_logits
 
 BLOCK: Final = 64  # keys of one attention product; divides every buffer's capacity
 _NEVER: Final = float("-inf")
 
 
-class LockstepTrunk:
+class LockstepTrunk(SlotMaker):
     """A Llama-family model whose layers are rebuilt for constant-shape arithmetic.
 
     Args:
@@ -44,7 +44,7 @@ class LockstepTrunk:
         if why_not is not None:
             raise ModelError(why_not)
         self._net: Any = net
-        self._layers = len(self._net.layers)
+        super().__init__(len(self._net.layers))
         angles = _inverse_frequencies(self._net.layers[0].self_attn.rope)
         assert angles is not None, "unsupported() looks at every layer's rope"
         self._angles = angles
@@ -52,14 +52,6 @@ class LockstepTrunk:
         self.vocab_size = vocab_size
         self._net.model.layers = [LockstepBlock(layer) for layer in self._net.layers]
         mx.eval(self._net.parameters())
-
-    def new_row(self) -> RowSlots:
-        """Return empty keys and values for one row."""
-        return self.new_slots(1)
-
-    def new_slots(self, count: int) -> RowSlots:
-        """Return empty keys and values for `count` rows."""
-        return RowSlots(count, self._layers)
 
     def prefill(
         self, slots: RowSlots, tokens: Sequence[int], *, want: str

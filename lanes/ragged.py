@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from ..runtime.errors import RowError
+
 GRAIN: Final = 256  # positions capacity grows by at least; growing copies, so it also doubles
 
 
@@ -36,15 +38,22 @@ class RowSlots:
         return sum(a.nbytes for a in (*self.keys, *self.values) if a is not None)
 
     def reserve(self, positions: int) -> None:
-        """Make room for `positions` tokens in every slot."""
+        """Make room for `positions` tokens in every slot, or change nothing.
+
+        Raises:
+            RowError: When there is no memory for it.
+        """
         if positions <= self.capacity:
             return
         wanted = max(positions, min(2 * self.capacity, self.capacity + 4096))
-        self.capacity = -(-wanted // GRAIN) * GRAIN
-        for buffers in (self.keys, self.values):
-            for layer, old in enumerate(buffers):
-                if old is not None:
-                    buffers[layer] = _padded(old, self.capacity)
+        capacity = -(-wanted // GRAIN) * GRAIN
+        keys = [None if old is None else _padded(old, capacity) for old in self.keys]
+        values = [None if old is None else _padded(old, capacity) for old in self.values]
+        try:
+            mx.eval(keys, values)
+        except RuntimeError as error:
+            raise RowError(f"there is no memory for {capacity} positions: {error}") from None
+        self.keys, self.values, self.capacity = keys, values, capacity
 
     def write(self, layer: int, keys: mx.array, values: mx.array, at: mx.array) -> None:
         """Write [slots, heads, tokens, size] at positions `at` [slots, tokens] of each slot."""
@@ -69,7 +78,7 @@ class RowSlots:
     def place(self, slot: int, row: "RowSlots") -> None:
         """Copy a single row's valid tokens into a slot."""
         length = row.lengths[0]
-        self.reserve(row.capacity)
+        self.reserve(row.capacity)  # before anything changes: it may raise
         self.lengths[slot] = length
         for buffers, sources in ((self.keys, row.keys), (self.values, row.values)):
             for layer, source in enumerate(sources):
@@ -102,6 +111,21 @@ class RowSlots:
         self.capacity = 0
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
+
+
+class SlotMaker:
+    """Makes the buffers of a model with so many layers."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+
+    def new_row(self) -> RowSlots:
+        """Return empty keys and values for one row."""
+        return RowSlots(1, self._layers)
+
+    def new_slots(self, count: int) -> RowSlots:
+        """Return empty keys and values for `count` rows side by side."""
+        return RowSlots(count, self._layers)
 
 
 class StepCache:

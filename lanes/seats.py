@@ -17,15 +17,23 @@ class Seats:
         self._slots = slots
         self._rows: list[Row | None] = [None] * slots.count
 
-    def take(self, rows: Sequence[Row]) -> tuple[RowSlots, list[int]]:
-        """Seat all rows and return the buffers and each row's slot.
+    def take(self, row: Row, stepping: Sequence[Row]) -> int:
+        """Seat a row, if it is not seated yet, and return its slot.
 
-        At most as many rows as there are slots; others that sit here leave only for them.
+        Args:
+            stepping: The rows of this step, no more than there are slots; another one that sits
+                here leaves when there is no free slot.
+
+        Raises:
+            RowError: When there is no memory to seat it; nothing has changed then.
         """
-        for row in rows:
-            if row.seats is not self:
-                self._seat(row, rows)
-        return self._slots, [self._place(row) for row in rows]
+        if row.seats is not self:
+            self._seat(row, stepping)
+        return self._place(row)
+
+    def buffers(self, rows: Sequence[Row]) -> RowSlots:
+        """Return the buffers that seated rows step on."""
+        return self._slots
 
     def leave(self, row: Row, *, keep: bool = False) -> None:
         """Give the seat back; with `keep`, carry keys and values to the row's own buffers."""
@@ -57,9 +65,12 @@ class Seats:
 class OwnSeat:
     """Geometry 1: a row steps on its own buffers, wherever it sat before."""
 
-    def take(self, rows: Sequence[Row]) -> tuple[RowSlots, list[int]]:
-        """Return the one row's own buffers."""
-        (row,) = rows
+    def take(self, row: Row, stepping: Sequence[Row]) -> int:
+        """Bring the one row back to its own buffers, whose only slot it has."""
         if row.seats is not None:
             row.seats.leave(row, keep=True)
-        return row.slots, [0]
+        return 0
+
+    def buffers(self, rows: Sequence[Row]) -> RowSlots:
+        """Return the one row's own buffers."""
+        return rows[0].slots

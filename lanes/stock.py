@@ -13,42 +13,22 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from numpy.typing import NDArray
 
-from ..runtime.errors import ModelError
-from .ragged import Frame, RowSlots, StepCache
+from .ragged import Frame, RowSlots, SlotMaker, StepCache
 
 _SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
 
 
-class StockTrunk:
-    """An mlx-lm model as it is.
-
-    Raises:
-        ModelError: When the model keeps anything but plain keys and values.
-    """
+class StockTrunk(SlotMaker):
+    """An mlx-lm model as it is; its caches must all be plain keys and values."""
 
     arithmetic = "stock"
     tile = 1
     prefill_tile = 512
 
     def __init__(self, net: nn.Module, vocab_size: int) -> None:
-        kinds = {type(cache) for cache in make_prompt_cache(net)}
-        if kinds != {KVCache}:
-            odd = ", ".join(sorted(kind.__name__ for kind in kinds - {KVCache}))
-            raise ModelError(
-                f"this model keeps its state in {odd}, which no installed lane can run; "
-                "models with plain key-value caches (Llama, Qwen, Mistral, Phi, ...) can be served"
-            )
         self._net: Any = net
-        self._layers = len(make_prompt_cache(net))
+        super().__init__(len(make_prompt_cache(net)))
         self.vocab_size = vocab_size
-
-    def new_row(self) -> RowSlots:
-        """Return empty keys and values for one row."""
-        return self.new_slots(1)
-
-    def new_slots(self, count: int) -> RowSlots:
-        """Return empty keys and values for `count` rows."""
-        return RowSlots(count, self._layers)
 
     def prefill(
         self, slots: RowSlots, tokens: Sequence[int], *, want: str
@@ -73,6 +53,12 @@ class StockTrunk:
         caches = [StepCache(slots, layer, frame) for layer in range(self._layers)]
         logits: mx.array = self._net(inputs, cache=caches)
         return logits
+
+
+def foreign_caches(net: nn.Module) -> list[str]:
+    """Name the kinds of state a model keeps besides plain keys and values."""
+    kinds = {type(cache) for cache in make_prompt_cache(net)} - {KVCache}
+    return sorted(kind.__name__ for kind in kinds)
 
 
 def host_logits(logits: mx.array, slots: RowSlots) -> NDArray[np.float32]:

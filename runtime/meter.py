@@ -85,11 +85,6 @@ class Meter:
         """Percentiles of recent times from receipt to first token."""
         return quantiles(self.first_tokens)
 
-    @property
-    def mean_accepted(self) -> float:
-        """Draft tokens accepted a row and step; a lane that drafts nothing accepts none."""
-        return 0.0
-
 
 def quantiles(values: Iterable[float]) -> Quantiles:
     """Return p50, p90 and p99 by nearest rank."""

@@ -55,7 +55,6 @@ EXPERIMENTAL: Final = frozenset({Mode.MTP_COHORT_EXPERIMENTAL})
 # What this build can run; the other modes are refused at start, never run as something else.
 INSTALLED: Final = (Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH)
 
-NUMERICS: Final = ("throughput", "balanced", "b1-exact")
 NUMERICS_MODES: Final = frozenset({Mode.MTP_BATCH, Mode.MTP_COHORT_EXPERIMENTAL})
 
 # hyper spends the whole width on one request, so what shares or gathers is a contradiction.

@@ -57,7 +57,6 @@ class Text:
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
-        self.reads_tools = self.has_chat_template and "tools" in str(loaded.chat_template)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Encode a raw prompt, in which spelled-out control tokens mean the tokens.

@@ -130,7 +130,6 @@ class FakeText:
     vocab_size = 100_000
     end_ids = frozenset({END})
     has_chat_template = True
-    reads_tools = False
     document_start = 0
 
     def token_bytes(self, token: int) -> bytes:

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ...runtime.cache import cache_dir
 from ...runtime.errors import SettingsError
 from ...runtime.settings import ServerArgs, config_path, resolve
 from ...runtime.starter import starter_dir
+from ..server import check_port
 
 
 class Finding(msgspec.Struct):
@@ -97,13 +97,10 @@ def _cache() -> Finding:
 
 
 def _port(args: ServerArgs) -> Finding:
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((args.host, args.port))
-        except OSError as error:
-            return Finding("port", "warn", f"{args.host}:{args.port}: {error.strerror}")
+    try:
+        check_port(args)
+    except OSError as error:
+        return Finding("port", "warn", str(error.strerror))
     return Finding("port", "ok", f"{args.host}:{args.port} is free")
 
 

@@ -11,19 +11,18 @@ import json
 import resource
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import trio
+from tests.fakes import WORD_BASE, FakeText
 
 from paceline.actors.house import House, Loaded, Served, keep_house
 from paceline.actors.messages import Admit, Leave, OwnerMessage, Tokens, Turn
 from paceline.api.server import serve_house
 from paceline.runtime import log
 from paceline.runtime.settings import ServerArgs
-from tests.fakes import WORD_BASE, FakeText
 
 
 class PacedDevice:
@@ -96,15 +95,13 @@ async def measure(streams: int, pace: float, seconds: float) -> None:
         async def watch(port: int) -> None:
             command = [sys.executable, "-m", "tests.cost.api_cost", "--client", str(port)]
             command += ["--streams", str(streams), "--seconds", str(seconds)]
-            client = subprocess.Popen(command)
+            nursery.start_soon(trio.run_process, command)
             await trio.sleep(2)
             before, sent, began = _cpu(), device.tokens, time.monotonic()
             await trio.sleep(seconds)
             spent, sent = _cpu() - before, device.tokens - sent
             rate = sent / (time.monotonic() - began)
             print(f"{streams} streams, {rate:.0f} tokens/s: {spent / sent * 1e6:.1f} us a token")
-            client.kill()
-            client.wait()
             stop.set()
             nursery.cancel_scope.cancel()
 

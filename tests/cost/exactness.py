@@ -1,4 +1,4 @@
-"""The same requests through every installed mode, token by token and log probability by log probability.
+"""The same requests through every installed mode, compared token by token and bit by bit.
 
     python -m tests.cost.exactness [--requests 24] [--tokens 128]
 

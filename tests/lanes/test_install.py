@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma3_text, llama, qwen2
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from paceline.lanes.lockstep import LockstepTrunk, unsupported
 from paceline.lanes.ragged import RowSlots
 from paceline.lanes.selfcheck import LaneChecker, probe_tile
 from paceline.lanes.stock import StockTrunk
+from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused, ModelError
 from paceline.runtime.model import LoadedModel, ModelCard
 from paceline.runtime.modes import Mode
@@ -135,9 +137,9 @@ def test_narrow_settings_install_no_wide_lane() -> None:
     assert [lane.spec.geometry for lane in found.lanes] == [1, 3]
 
 
-def test_a_model_with_other_caches_is_refused_with_its_kind() -> None:
-    """A sliding-window cache has no lane, and the message says which cache it was."""
-    net = gemma3_text.Model(
+def _sliding() -> nn.Module:
+    mx.random.seed(3)
+    return gemma3_text.Model(
         gemma3_text.ModelArgs(
             model_type="gemma3_text",
             hidden_size=32,
@@ -151,8 +153,25 @@ def test_a_model_with_other_caches_is_refused_with_its_kind() -> None:
             sliding_window_pattern=2,
         )
     )
-    with pytest.raises(ModelError, match="RotatingKVCache"):
-        install(LoadedModel(net, _CARD), Mode.SERIAL, 1)
+
+
+def test_a_model_with_other_caches_is_refused_where_rows_lie_side_by_side() -> None:
+    """A sliding-window cache has no wide lane; the message names it and the modes that work."""
+    with pytest.raises(ModelError, match=r"RotatingKVCache.*serial or cooperative"):
+        install(LoadedModel(_sliding(), _CARD), Mode.AR_BATCH, 8)
+
+
+def test_a_model_with_other_caches_runs_alone() -> None:
+    """At B1 any family runs on its own caches, and gives what mlx-lm gives past its window."""
+    net = _sliding()
+    (lane,) = install(LoadedModel(net, _CARD), Mode.SERIAL, 8).lanes
+    prompt = tuple(range(3, 33))
+    row = lane.open("r", RowContext(prompt, Sampling(temperature=0), 0, 20, frozenset()))
+    lane.prefill(row, 1000)
+    for _ in range(19):
+        lane.step([row], 0)
+    steps = generate_step(mx.array(prompt), net, max_tokens=20)
+    assert row.generated == [int(token) for token, _ in steps]
 
 
 def test_an_uninstalled_mode_is_refused() -> None:

@@ -9,6 +9,7 @@ from paceline.lanes.geometry import geometry_for
 from paceline.lanes.ragged import Frame, RowSlots, StepCache
 from paceline.lanes.seats import OwnSeat, Seats
 from paceline.runtime.context import RowContext, Sampling
+from paceline.runtime.errors import RowError
 
 _LAYERS, _HEADS, _SIZE = 2, 2, 4
 
@@ -38,17 +39,21 @@ def _content(slots: RowSlots, at: int) -> list[list[float]]:
     ]
 
 
+def _seated(seats: Seats, rows: list[Row]) -> list[list[list[float]]]:
+    """Seat all rows and return what is then in each one's slot."""
+    places = [seats.take(row, rows) for row in rows]
+    return [_content(seats.buffers(rows), place) for place in places]
+
+
 def test_rows_move_through_seats_without_a_change() -> None:
     """Seating, stepping elsewhere and coming back keeps every key and value of a row."""
     wide, narrow = Seats(RowSlots(3, _LAYERS)), OwnSeat()
     rows = [_row("a", 5), _row("b", 300), _row("c", 1)]
     before = [_content(row.slots, 0) for row in rows]
-    slots, places = wide.take(rows)
-    assert [_content(slots, place) for place in places] == before
-    own, _ = narrow.take([rows[1]])
-    assert _content(own, 0) == before[1]
-    slots, places = wide.take([rows[2], rows[1], rows[0]])
-    assert [_content(slots, place) for place in places] == [before[2], before[1], before[0]]
+    assert _seated(wide, rows) == before
+    narrow.take(rows[1], rows[1:2])
+    assert _content(narrow.buffers(rows[1:2]), 0) == before[1]
+    assert _seated(wide, [rows[2], rows[1], rows[0]]) == [before[2], before[1], before[0]]
 
 
 def test_a_full_lane_makes_room_for_a_stepping_row() -> None:
@@ -56,8 +61,8 @@ def test_a_full_lane_makes_room_for_a_stepping_row() -> None:
     seats = Seats(RowSlots(3, _LAYERS))
     rows = [_row(name, 4) for name in "abcd"]
     kept = _content(rows[0].slots, 0)
-    seats.take(rows[:3])
-    seats.take(rows[1:])
+    _seated(seats, rows[:3])
+    _seated(seats, rows[1:])
     assert rows[0].seats is None
     assert _content(rows[0].slots, 0) == kept
 
@@ -67,7 +72,7 @@ def test_leaving_empties_the_slot_and_the_last_one_the_buffers() -> None:
     slots = RowSlots(3, _LAYERS)
     seats = Seats(slots)
     rows = [_row("a", 4), _row("b", 6)]
-    seats.take(rows)
+    _seated(seats, rows)
     assert slots.nbytes > 0
     for row in rows:
         seats.leave(row)
@@ -100,6 +105,23 @@ def test_capacity_grows_and_keeps_what_is_there() -> None:
     row.slots.reserve(5000)
     assert row.slots.capacity >= 5000
     assert _content(row.slots, 0) == before
+
+
+def test_no_memory_for_a_row_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When buffers cannot grow the row gets the error and its neighbours keep all they have."""
+    seats = Seats(RowSlots(3, _LAYERS))
+    seated, late = _row("a", 5), _row("late", 900)
+    (before,) = _seated(seats, [seated])
+
+    def full(*arrays: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.lanes.ragged.mx.eval", full)
+        with pytest.raises(RowError, match="no memory for"):
+            seats.take(late, [seated, late])
+    assert late.seats is None
+    assert _seated(seats, [seated]) == [before]
 
 
 def test_geometries_carry_their_rows() -> None:
