@@ -14,7 +14,6 @@ import trio
 
 Message = TypeVar("Message", contravariant=True)
 Result = TypeVar("Result", covariant=True)
-Returned = TypeVar("Returned", covariant=True)  # a consumer of it is handed in
 M = TypeVar("M")
 R = TypeVar("R")
 
@@ -39,12 +38,12 @@ class TurnLoop(Protocol[Message, Result]):
         ...
 
 
-class Device(Protocol[Message, Returned]):
+class Device(Protocol[Message, Result]):
     """Where turns run: this thread in production, a trio task in virtual-time tests."""
 
     async def run(
         self,
-        publish: Callable[[Returned], None],
+        publish: Callable[[Result], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Run until stopped; raises whatever broke the loop. Started once the loop is built."""
