@@ -1,5 +1,6 @@
 """The whole server but for HTTP: starts everything in order, stops it in reverse."""
 
+import gc
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -212,6 +213,9 @@ def _build(
     loaded.text = text
     loaded.lanes = installed.lanes
     _log_start(args, loaded, products, card.why, installed.why, load_s, began)
+    # What was loaded stays for good; looking through it again and again would stall steps.
+    gc.collect()
+    gc.freeze()
     policy = make_policy(args.scheduler_mode, pace, args.prefill_share, narrow.prefill_tile)
     return Engine(Core(policy, narrow.kind), lanes, clock, narrow.kind)
 
