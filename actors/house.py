@@ -197,7 +197,7 @@ def _build(
     text = Text(path, card.end_ids)
     load_s = time.perf_counter() - began
     pace = args.pace
-    installed = install(model, args.scheduler_mode, pace.decode_batch_max)
+    installed = install(model, args.scheduler_mode, pace.decode_batch_max, args.exact_widths)
     lanes = {lane.spec.name: lane for lane in installed.lanes}
     narrow = installed.lanes[0].spec
     loaded.served = Served(

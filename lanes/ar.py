@@ -24,7 +24,7 @@ class ArLane:
             geometry=geometry,
             dtype=dtype,
             arithmetic=trunk.arithmetic,
-            tile=trunk.tile,
+            tile=trunk.tile_for(geometry),
             prefill_tile=trunk.prefill_tile,
         )
         self.receipt = receipt

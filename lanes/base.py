@@ -114,9 +114,12 @@ class Trunk(Protocol):
     """A model behind the two forward passes that lanes need."""
 
     arithmetic: str
-    tile: int
     prefill_tile: int
     vocab_size: int
+
+    def tile_for(self, rows: int) -> int:
+        """Return the rows that products of a step of `rows` rows are padded to; 1 is none."""
+        ...
 
     def new_row(self) -> RowSlots:
         """Return empty keys and values for one row."""

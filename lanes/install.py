@@ -33,11 +33,12 @@ class Installed(msgspec.Struct, frozen=True):
     why: str
 
 
-def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
+def install(model: LoadedModel, mode: Mode, widest: int, exact_widths: bool = True) -> Installed:
     """Build and check the lanes a mode needs on a loaded model.
 
     Args:
         widest: The most rows that will step together; wider geometries are left out.
+        exact_widths: Give a lone row the bits of any width, where arithmetic is constant-shape.
 
     Raises:
         LaneRefused: When a check fails; nothing else is run in its place.
@@ -49,7 +50,7 @@ def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
             f"scheduler_mode {mode.value!r} is not installed in this build; it has: {names}"
         )
     needed = [g for g in NEEDS[mode] if g <= geometry_for(widest)]
-    trunk, why = _choose_trunk(model, needed)
+    trunk, why = _choose_trunk(model, needed, exact_widths)
     checker = LaneChecker(trunk, model.card.dtype)
     lanes: list[Lane] = []
     for geometry in needed:
@@ -58,14 +59,18 @@ def install(model: LoadedModel, mode: Mode, widest: int) -> Installed:
     return Installed(tuple(lanes), trunk.arithmetic, why)
 
 
-def _choose_trunk(model: LoadedModel, geometries: Sequence[int]) -> tuple[Trunk, str]:
+def _choose_trunk(
+    model: LoadedModel, geometries: Sequence[int], exact_widths: bool
+) -> tuple[Trunk, str]:
     """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers."""
     net, vocab_size = model.net, model.card.vocab_size
     why_not = _why_not_constant_shape(model)
     if why_not is None:
         tile = probe_tile(net)
         if tile is not None:
-            return LockstepTrunk(net, tile, vocab_size), f"rows keep their bits in tiles of {tile}"
+            lone = tile if exact_widths else 1
+            why = f"rows keep their bits in tiles of {tile}, a lone row is in one of {lone}"
+            return LockstepTrunk(net, tile, lone, vocab_size), why
         why_not = "this BLAS rounds by a row's place in every tile"
     foreign = foreign_caches(net)
     if not foreign:

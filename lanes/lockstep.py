@@ -31,6 +31,8 @@ class LockstepTrunk(SlotMaker):
         net: The loaded model; its layers are replaced in place by ones that take over their
             weights.
         tile: Rows that every product of a step is padded to.
+        lone_tile: The same for a row that steps alone; with another tile than the others its
+            bits differ from theirs by rounding.
 
     Raises:
         ModelError: When the model is not built of plain Llama layers.
@@ -39,7 +41,7 @@ class LockstepTrunk(SlotMaker):
     arithmetic = "constant-shape"
     prefill_tile = 64
 
-    def __init__(self, net: nn.Module, tile: int, vocab_size: int) -> None:
+    def __init__(self, net: nn.Module, tile: int, lone_tile: int, vocab_size: int) -> None:
         why_not = unsupported(net)
         if why_not is not None:
             raise ModelError(why_not)
@@ -48,10 +50,15 @@ class LockstepTrunk(SlotMaker):
         angles = _inverse_frequencies(self._net.layers[0].self_attn.rope)
         assert angles is not None, "unsupported() looks at every layer's rope"
         self._angles = angles
-        self.tile = tile
+        self._tile = tile
+        self._lone_tile = lone_tile
         self.vocab_size = vocab_size
         self._net.model.layers = [LockstepBlock(layer) for layer in self._net.layers]
         mx.eval(self._net.parameters())
+
+    def tile_for(self, rows: int) -> int:
+        """Return the rows that products of a step of `rows` rows are padded to."""
+        return self._lone_tile if rows == 1 else self._tile
 
     def prefill(
         self, slots: RowSlots, tokens: Sequence[int], *, want: str
@@ -71,7 +78,8 @@ class LockstepTrunk(SlotMaker):
     def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Run one token a slot; see `Trunk.step`."""
         slots.reserve(max(slots.lengths) + 1)
-        frame = StepFrame(slots, self._table(np.array(slots.lengths)), self.tile)
+        tile = self.tile_for(slots.count)
+        frame = StepFrame(slots, self._table(np.array(slots.lengths)), tile)
         hidden = self._net.model(mx.array(list(tokens))[:, None], frame.caches())
         return host_logits(self._head(hidden[:, 0]), slots)
 
@@ -79,7 +87,7 @@ class LockstepTrunk(SlotMaker):
         """Return logits for [rows, hidden]."""
         tied = self._net.args.tie_word_embeddings
         head = self._net.model.embed_tokens.as_linear if tied else self._net.lm_head
-        return tiled(head, hidden, -hidden.shape[0] % self.tile)
+        return tiled(head, hidden, -hidden.shape[0] % self.tile_for(hidden.shape[0]))
 
     def _table(self, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Return rotary cosines and signed sines [rows, 1, head size] (Su et al. 2021)."""

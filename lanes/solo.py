@@ -29,12 +29,15 @@ class SoloTrunk:
     """An mlx-lm model as it is, one row a pass."""
 
     arithmetic = "stock"
-    tile = 1
     prefill_tile = 512
 
     def __init__(self, net: nn.Module, vocab_size: int) -> None:
         self._net: Any = net
         self.vocab_size = vocab_size
+
+    def tile_for(self, rows: int) -> int:
+        """Return 1: products have the shape the row has."""
+        return 1
 
     def new_row(self) -> RowSlots:
         """Return a row with fresh caches."""

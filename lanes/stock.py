@@ -22,13 +22,16 @@ class StockTrunk(SlotMaker):
     """An mlx-lm model as it is; its caches must all be plain keys and values."""
 
     arithmetic = "stock"
-    tile = 1
     prefill_tile = 512
 
     def __init__(self, net: nn.Module, vocab_size: int) -> None:
         self._net: Any = net
         super().__init__(len(make_prompt_cache(net)))
         self.vocab_size = vocab_size
+
+    def tile_for(self, rows: int) -> int:
+        """Return 1: products have the shape the rows have."""
+        return 1
 
     def prefill(
         self, slots: RowSlots, tokens: Sequence[int], *, want: str

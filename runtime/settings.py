@@ -101,6 +101,10 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _help("weights' type; auto takes what is fastest on this machine"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "gpu"], _help("where MLX computes")] = "auto"
+    exact_widths: Annotated[
+        bool,
+        _help("a lone row has the bits of any width; off, it uses quicker products of its own"),
+    ] = True
     fast_blas: Annotated[bool, _help("load a faster BLAS before MLX on Linux CPUs")] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least level that is logged")

@@ -1,6 +1,6 @@
 """The same requests through every installed mode, compared token by token and bit by bit.
 
-    python -m tests.cost.exactness [--requests 24] [--tokens 128]
+    python -m tests.cost.exactness [--requests 24] [--tokens 128] [--no-exact-widths]
 
 Requests have temperatures 0, 0.7 and 1.3 with changing filters and penalties; in the shared
 modes they join at random times. Printed is the share that is identical to serial.
@@ -75,10 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--exact-widths", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     model = load(find_model("starter"), "auto", "auto", 0, "")
     text = Text(model.card.path, model.card.end_ids)
-    installed = install(model, Mode.AR_BATCH, 8)
+    installed = install(model, Mode.AR_BATCH, 8, given.exact_widths)
     rows = contexts(text, given.requests, given.tokens)
     serial: list[Answer] = []
     for mode in INSTALLED:

@@ -15,7 +15,7 @@ from paceline.lanes.base import Trunk
 from paceline.lanes.install import Installed, install
 from paceline.lanes.lockstep import LockstepTrunk, unsupported
 from paceline.lanes.ragged import RowSlots
-from paceline.lanes.selfcheck import LaneChecker, probe_tile
+from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.stock import StockTrunk
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused, ModelError
@@ -45,12 +45,15 @@ def tiny_llama(**changes: object) -> nn.Module:
 class _Leaky:
     """A trunk in which a row sees a trace of the row beside it."""
 
-    arithmetic, tile, prefill_tile, vocab_size = "leaky", 1, 64, VOCAB
+    arithmetic, prefill_tile, vocab_size = "leaky", 64, VOCAB
 
     def __init__(self, inner: Trunk, leak: float, bias: float) -> None:
         self._inner = inner
         self._leak = leak
         self._bias = bias
+
+    def tile_for(self, rows: int) -> int:
+        return 1
 
     def new_row(self) -> RowSlots:
         return self._inner.new_row()
@@ -89,6 +92,7 @@ def test_the_starter_model_has_the_same_bits_at_every_width(installed: Installed
     """On a CPU in float32 the receipts say zero, not merely little."""
     assert installed.arithmetic == "constant-shape"
     assert [lane.receipt.max_logit_difference for lane in installed.lanes] == [0.0, 0.0, 0.0]
+    assert len({lane.spec.tile for lane in installed.lanes}) == 1
 
 
 def test_a_lane_whose_rows_leak_is_refused() -> None:
@@ -129,6 +133,14 @@ def test_stock_lanes_pass_their_checks_on_another_family() -> None:
     assert found.arithmetic == "stock"
     assert "Llama" in found.why
     assert found.lanes[2].receipt.max_logit_difference < 2e-3
+
+
+def test_a_lone_row_may_trade_its_bits_for_speed() -> None:
+    """Without exact_widths B1 pads nothing, and differs from wider lanes by rounding at most."""
+    model = LoadedModel(tiny_llama(), _CARD)
+    lanes = install(model, Mode.AR_BATCH, 8, exact_widths=False).lanes
+    assert lanes[0].spec.tile == 1
+    assert all(lane.receipt.max_logit_difference < 1e-4 for lane in lanes)
 
 
 def test_narrow_settings_install_no_wide_lane() -> None:
@@ -196,7 +208,7 @@ def test_the_rebuilt_layers_compute_what_llama_computes(bias: bool) -> None:
     plain = tiny_llama(attention_bias=bias, mlp_bias=bias, tie_word_embeddings=False)
     tokens = list(range(1, 150))
     expected = np.array(plain(mx.array([tokens]))[0])
-    trunk = LockstepTrunk(tiny_llama_like(plain, bias), probe_tile(plain) or 8, VOCAB)
+    trunk = LockstepTrunk(tiny_llama_like(plain, bias), 8, 8, VOCAB)
     slots = trunk.new_row()
     for start in range(0, 128, 64):
         trunk.prefill(slots, tokens[start : start + 64], want="none")
