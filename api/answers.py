@@ -16,7 +16,7 @@ from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text
 from .problems import broken_body, broken_status, reply
-from .schemas import (
+from .replies import (
     ChatChunk,
     ChatLogprob,
     ChatLogprobs,

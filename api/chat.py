@@ -20,7 +20,7 @@ from .answers import (
     usage_of,
 )
 from .problems import decode
-from .schemas import (
+from .replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -28,8 +28,8 @@ from .schemas import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
-    ChatRequest,
 )
+from .schemas import ChatRequest
 from .translate import Order, chat_order
 
 _DECODER: Final = msgspec.json.Decoder(ChatRequest)

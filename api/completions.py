@@ -20,7 +20,8 @@ from .answers import (
     usage_of,
 )
 from .problems import decode
-from .schemas import CompletionRequest, TextChoice, TextReply
+from .replies import TextChoice, TextReply
+from .schemas import CompletionRequest
 from .translate import Order, completion_order
 
 _DECODER: Final = msgspec.json.Decoder(CompletionRequest)

@@ -4,7 +4,7 @@ from quart import Response
 
 from ..actors.house import House
 from .problems import problem, reply
-from .schemas import ModelEntry, ModelList
+from .replies import ModelEntry, ModelList
 
 
 def list_models(house: House) -> Response:

@@ -10,7 +10,7 @@ from werkzeug.exceptions import HTTPException
 from ..actors.request import Broken
 from ..runtime.errors import BusyError, CallerError, OwnerDied
 from ..runtime.log import logger
-from .schemas import ErrorBody, ErrorReply
+from .replies import ErrorBody, ErrorReply
 
 _ENCODER: Final = msgspec.json.Encoder()
 _PATH: Final = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)

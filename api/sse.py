@@ -15,7 +15,7 @@ from quart.wrappers.response import ResponseBody
 
 from ..actors.request import Alive, Broken, Ended, Event, Finished, Piece, RequestActor
 from .problems import broken_body
-from .schemas import ErrorReply
+from .replies import ErrorReply
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
 _DONE: Final = b"data: [DONE]\n\n"

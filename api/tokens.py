@@ -9,7 +9,8 @@ from quart import Response
 from ..actors.house import House
 from ..runtime.errors import CallerError
 from .problems import decode, reply
-from .schemas import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from .replies import DetokenizeReply, TokenizeReply
+from .schemas import DetokenizeRequest, TokenizeRequest
 from .translate import encode_chat
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
