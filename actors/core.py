@@ -196,6 +196,8 @@ class Core:
         return entry if entry is not None and entry.lease == lease else None
 
     def _admit(self, now: float) -> list[tuple[str, RowContext]]:
+        if not self._queue:
+            return []
         room = self._policy.room(self._scene(now))
         opened = []
         for key in list(self._queue)[: max(0, room)]:
@@ -248,7 +250,7 @@ class Core:
         entry = self._rows[key]
         entry.unread -= tokens
         if outcome.read is not None:
-            self._take(entry, outcome.read, "", 0, None, now)
+            self._take(entry, outcome.read, lane_name(self._kind, 1), 0, None, now)
         entry.ready_at = now
         return tokens
 
@@ -286,7 +288,7 @@ class Core:
                 delta.tokens[:kept],
                 delta.logprobs[:kept],
                 delta.prompt_logprobs,
-                lane or lane_name(self._kind, 1),
+                lane,
                 width,
                 cohort_id,
                 finish,

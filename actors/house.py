@@ -25,7 +25,7 @@ from .engine import Engine
 from .messages import OwnerMessage, Turn
 from .owner import ModelOwner
 from .policies import make_policy
-from .request import Generation, Origin, RequestActor
+from .request import Generation, RequestActor
 
 HEARTBEAT_SECONDS: Final = 5.0  # silence lasts twice that at most, less than clients wait
 _FLUSH_SECONDS = 1.0  # how long error events may take to leave at the end of a drain
@@ -104,9 +104,8 @@ class House:
         logger().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
         with trio.move_on_after(timeout_s):
             await self._all_done()
-        reason: Origin = "server_shutdown"
         for actor in list(self._actors):
-            actor.hang_up(reason)
+            actor.hang_up("server_shutdown")
         with trio.move_on_after(_FLUSH_SECONDS):
             await self._all_done()
 

@@ -202,6 +202,6 @@ class ModelOwner:
                 )
 
     def _retry_after(self) -> int:
-        """Guess when a place frees: the queue's share of the recent pace, 1 to 60 seconds."""
+        """Guess when a place frees: the median of recent waits, within 1 and 60 seconds."""
         p50 = self._meter.queue_wait.p50 or 1.0
         return max(1, min(60, round(p50)))

@@ -185,7 +185,7 @@ class Reader:
         self._short_next = False
 
     def next(self, scene: Scene) -> RowView:
-        """Alternate between the oldest prompt and the oldest that fits into one turn."""
+        """Alternate between the oldest prompt and the oldest that fits into one tile."""
         oldest = scene.reading[0]
         short = next((r for r in scene.reading if r.unread <= self._tile), oldest)
         chosen = short if self._short_next else oldest

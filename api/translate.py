@@ -170,10 +170,6 @@ def _order(
     n = body.n or 1
     if n * len(prompts) > _MAX_ROWS:
         raise CallerError(f"n times prompts must be at most {_MAX_ROWS}", param="n")
-    if body.stream_options is not None and not body.stream:
-        include_usage = False
-    else:
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
     sampling = _sampling(body, alternatives, served.vocab_size)
     seed = _seed(body.seed)
     end_ids = frozenset[int]() if body.ignore_eos else text.end_ids
@@ -203,7 +199,7 @@ def _order(
         alternatives=alternatives,
         max_tokens=budget,
         stream=bool(body.stream),
-        include_usage=include_usage,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
         echo=echo,
         drop_completion=drop_completion,
     )

@@ -67,7 +67,7 @@ class LockstepTrunk(SlotMaker):
         start = slots.lengths[0]
         slots.reserve(start + len(tokens))
         frame = PrefillFrame(slots, self._table(np.arange(start, start + len(tokens))))
-        hidden = self._net.model(mx.array([list(tokens)]), frame.caches())
+        hidden = self._net.model(mx.array([list(tokens)]), layer_caches(frame))
         slots.lengths[0] += len(tokens)
         if want == "none":
             mx.eval(slots.keys, slots.values)
@@ -80,7 +80,7 @@ class LockstepTrunk(SlotMaker):
         slots.reserve(max(slots.lengths) + 1)
         tile = self.tile_for(slots.count)
         frame = StepFrame(slots, self._table(np.array(slots.lengths)), tile)
-        hidden = self._net.model(mx.array(list(tokens))[:, None], frame.caches())
+        hidden = self._net.model(mx.array(list(tokens))[:, None], layer_caches(frame))
         return host_logits(self._head(hidden[:, 0]), slots)
 
     def _head(self, hidden: mx.array) -> mx.array:
@@ -145,10 +145,6 @@ class StepFrame:
         """Multiply [rows, width], padded to whole tiles; return the real rows."""
         return tiled(linear, x, self._padding)
 
-    def caches(self) -> list["FrameCache"]:
-        """Return what the model hands to each layer."""
-        return [FrameCache(self, layer) for layer in range(len(self.slots.keys))]
-
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Attend with [rows, heads, size] inputs; return [rows, heads * size].
 
@@ -188,10 +184,6 @@ class PrefillFrame:
         """Multiply [tokens, width] as it is."""
         out: mx.array = linear(x)
         return out
-
-    def caches(self) -> list["FrameCache"]:
-        """Return what the model hands to each layer."""
-        return [FrameCache(self, layer) for layer in range(len(self.slots.keys))]
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Attend causally with [tokens, heads, size] inputs; return [tokens, heads * size]."""
@@ -234,6 +226,11 @@ def _zeros(rows: int, width: int) -> mx.array:
     zeros = mx.zeros((rows, width), mx.float32)
     mx.eval(zeros)
     return zeros
+
+
+def layer_caches(frame: Frame) -> list["FrameCache"]:
+    """Return what the model hands to each layer of a pass."""
+    return [FrameCache(frame, layer) for layer in range(len(frame.slots.keys))]
 
 
 class FrameCache:
