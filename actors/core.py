@@ -13,6 +13,7 @@ import msgspec
 from ..lanes.base import RowDelta
 from ..lanes.geometry import geometry_for, lane_name
 from ..runtime.context import RowContext
+from .depth import Depths
 from .messages import (
     Admit,
     Admitted,
@@ -104,6 +105,9 @@ class Cohort(msgspec.Struct):
     sealed_at: float
     steps: int = 0
     tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    depths: dict[int, int] = {}
 
 
 class Core:
@@ -111,12 +115,14 @@ class Core:
 
     Args:
         policy: The scheduler mode.
-        kind: Kind of the installed lanes, "ar".
+        kind: Kind of the installed lanes, "ar" or "mtp".
+        depths: Chooses how many tokens each step drafts.
     """
 
-    def __init__(self, policy: Policy, kind: str = "ar") -> None:
+    def __init__(self, policy: Policy, kind: str, depths: Depths) -> None:
         self._policy = policy
         self._kind = kind
+        self._depths = depths
         self._queue: dict[str, Entry] = {}
         self._rows: dict[str, Entry] = {}
         self._cohorts: list[Cohort] = []
@@ -181,6 +187,8 @@ class Core:
             width=len(plan.step.rows) if plan.step else 0,
             lane=plan.step.lane if plan.step else None,
             step_s=outcome.step_s,
+            depth=plan.step.depth if plan.step else 0,
+            drafts=tuple((d.drafted, d.accepted) for d in outcome.steps),
             committed=sum(len(m.tokens) for m in self._messages if isinstance(m, Tokens)),
             prompt_tokens=read_tokens,
             read_s=outcome.read_s,
@@ -223,7 +231,8 @@ class Core:
         if not choice.step:
             return None
         cohort = self._cohort_of(choice.step, now)
-        return StepPlan(choice.step, cohort.lane, cohort.geometry, 0, cohort.cohort_id)
+        depth = self._depths.choose(len(choice.step))
+        return StepPlan(choice.step, cohort.lane, cohort.geometry, depth, cohort.cohort_id)
 
     def _cohort_of(self, rows: tuple[str, ...], now: float) -> Cohort:
         """Return the open cohort of exactly these rows, sealing it when it is a new set."""
@@ -258,10 +267,15 @@ class Core:
         if plan.step is None:
             return
         self._costs.saw_step(plan.step.geometry, outcome.step_s)
-        width, lane = len(plan.step.rows), plan.step.lane
+        width, lane, depth = len(plan.step.rows), plan.step.lane, plan.step.depth
+        drafts = [(delta.drafted, delta.accepted) for delta in outcome.steps]
+        self._depths.saw(width, depth, outcome.step_s, drafts)
         cohort = next(c for c in self._cohorts if c.cohort_id == plan.step.cohort_id)
         cohort.steps += 1
         cohort.tokens += sum(len(delta.tokens) for delta in outcome.steps)
+        cohort.drafted += sum(drafted for drafted, _ in drafts)
+        cohort.accepted += sum(accepted for _, accepted in drafts)
+        cohort.depths[depth] = cohort.depths.get(depth, 0) + 1
         for delta in outcome.steps:
             self._take(self._rows[delta.key], delta, lane, width, cohort.cohort_id, now)
 
@@ -292,6 +306,8 @@ class Core:
                 width,
                 cohort_id,
                 finish,
+                delta.drafted,
+                delta.accepted,
             )
         )
         if finish is not None:
@@ -317,6 +333,9 @@ class Core:
                 cohort.rows,
                 cohort.steps,
                 cohort.tokens,
+                cohort.drafted,
+                cohort.accepted,
+                cohort.depths,
                 now - cohort.sealed_at,
                 reason,
             )

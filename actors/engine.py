@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 from ..lanes.base import Lane, Row, RowDelta
-from ..lanes.geometry import lane_name
 from ..runtime.errors import RowError
 from .core import Core, Outcome, Plan
 from .messages import OwnerMessage, Turn
@@ -17,12 +16,10 @@ class Engine:
         clock: Seconds, the same clock the requests are stamped with.
     """
 
-    def __init__(
-        self, core: Core, lanes: Mapping[str, Lane], clock: Callable[[], float], kind: str = "ar"
-    ) -> None:
+    def __init__(self, core: Core, lanes: Mapping[str, Lane], clock: Callable[[], float]) -> None:
         self._core = core
         self._lanes = lanes
-        self._reader = lanes[lane_name(kind, 1)]
+        self._reader = min(lanes.values(), key=lambda lane: lane.spec.geometry)
         self._clock = clock
         self._rows: dict[str, Row] = {}
         self._wait_until: float | None = None

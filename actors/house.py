@@ -21,6 +21,7 @@ from ..runtime.settings import ServerArgs
 from ..runtime.text import Text
 from ..runtime.thread import Device, DeviceThread
 from .core import Core
+from .depth import Depths
 from .engine import Engine
 from .messages import OwnerMessage, Turn
 from .owner import ModelOwner
@@ -39,6 +40,7 @@ class Served(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     arithmetic: str
+    head: str
     context: int
     vocab_size: int
     created: int
@@ -188,7 +190,7 @@ def _build(
     """Load and check everything; runs in the device thread, which owns every array from here."""
     began = time.perf_counter()
     # These import MLX, which must find the BLAS already there.
-    from ..lanes.install import install
+    from ..lanes.install import Wanted, install
     from ..runtime.model import load
 
     model = load(path, args.dtype, args.device, args.context_tokens, args.served_name)
@@ -196,7 +198,16 @@ def _build(
     text = Text(path, card.end_ids)
     load_s = time.perf_counter() - began
     pace = args.pace
-    installed = install(model, args.scheduler_mode, pace.decode_batch_max, args.exact_widths)
+    wanted = Wanted(
+        args.scheduler_mode,
+        pace.decode_batch_max,
+        args.exact_widths,
+        args.mtp,
+        args.acceptance,
+        args.numerics,
+        args.fixed_depth,
+    )
+    installed = install(model, wanted)
     lanes = {lane.spec.name: lane for lane in installed.lanes}
     narrow = installed.lanes[0].spec
     loaded.served = Served(
@@ -205,6 +216,7 @@ def _build(
         dtype=card.dtype,
         device=card.device,
         arithmetic=installed.arithmetic,
+        head=installed.head,
         context=card.context,
         vocab_size=card.vocab_size,
         created=card.created,
@@ -216,7 +228,8 @@ def _build(
     gc.collect()
     gc.freeze()
     policy = make_policy(args.scheduler_mode, pace, args.prefill_share, narrow.prefill_tile)
-    return Engine(Core(policy, narrow.kind), lanes, clock, narrow.kind)
+    depths = Depths(narrow.max_depth, args.fixed_depth)
+    return Engine(Core(policy, narrow.kind, depths), lanes, clock)
 
 
 def _log_start(
@@ -245,6 +258,7 @@ def _log_start(
         blas_detail=products.detail,
         arithmetic=loaded.served.arithmetic,
         arithmetic_why=arithmetic_why,
+        head=loaded.served.head,
         lanes=[lane.spec.name for lane in loaded.lanes],
         load_s=round(load_s, 3),
         check_s=round(time.perf_counter() - began - load_s, 3),

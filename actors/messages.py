@@ -61,6 +61,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     Args:
         width: Real rows that stepped together, 0 for a token that came of reading the prompt.
         finish: Set on the last message of a row that ended by itself.
+        drafted: Tokens drafted for the row in that turn.
+        accepted: How many of them the model chose as well.
     """
 
     lease: Lease
@@ -71,6 +73,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     width: int
     cohort_id: str | None
     finish: Finish | None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +99,11 @@ class CohortSealed(msgspec.Struct, frozen=True, tag=True):
 
 
 class CohortDissolved(msgspec.Struct, frozen=True, tag=True):
-    """A cohort's rows or lane changed; its sums are final."""
+    """A cohort's rows or lane changed; its sums are final.
+
+    Args:
+        depths: How many steps drafted so many tokens a row.
+    """
 
     cohort_id: str
     lane: str
@@ -103,6 +111,9 @@ class CohortDissolved(msgspec.Struct, frozen=True, tag=True):
     rows: tuple[str, ...]
     steps: int
     tokens: int
+    drafted: int
+    accepted: int
+    depths: dict[int, int]
     duration_s: float
     reason: str
 
@@ -115,6 +126,8 @@ class Turn(msgspec.Struct, frozen=True):
 
     Args:
         width: Real rows of the step, 0 when there was none.
+        depth: Tokens the step drafted a row.
+        drafts: Of each row how many tokens were drafted and how many of them accepted.
         state: What the owner is doing: idle, prefilling or decoding.
     """
 
@@ -123,6 +136,8 @@ class Turn(msgspec.Struct, frozen=True):
     width: int
     lane: str | None
     step_s: float
+    depth: int
+    drafts: tuple[tuple[int, int], ...]
     committed: int
     prompt_tokens: int
     read_s: float

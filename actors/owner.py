@@ -173,6 +173,7 @@ class ModelOwner:
     def _count(self, turn: Turn) -> None:
         if turn.lane is not None:
             self._meter.saw_step(turn.lane, turn.width, turn.step_s)
+            self._meter.saw_drafts(turn.depth, turn.drafts)
         self._meter.tokens_committed += turn.committed
         if turn.prompt_tokens:
             self._meter.saw_read(turn.prompt_tokens, turn.read_s)
@@ -196,7 +197,8 @@ class ModelOwner:
                     **fields,
                     steps=note.steps,
                     tokens=note.tokens,
-                    acceptance=None,
+                    acceptance=_share(note.accepted, note.drafted),
+                    depths=note.depths,
                     duration_s=round(note.duration_s, 6),
                     reason=note.reason,
                 )
@@ -205,3 +207,7 @@ class ModelOwner:
         """Guess when a place frees: the median of recent waits, within 1 and 60 seconds."""
         p50 = self._meter.queue_wait.p50 or 1.0
         return max(1, min(60, round(p50)))
+
+
+def _share(accepted: int, drafted: int) -> float | None:
+    return round(accepted / drafted, 4) if drafted else None

@@ -71,7 +71,6 @@ class Choice(msgspec.Struct, frozen=True):
 class Policy(Protocol):
     """One scheduler mode."""
 
-    mode: Mode
     # Whether cohorts of other rows outlive a step (turns) or the new set replaces them (batch).
     keeps_cohorts: bool
 
@@ -87,7 +86,6 @@ class Policy(Protocol):
 class SerialPolicy:
     """One row at a time, first come, first served; a parked row lets the next one by."""
 
-    mode = Mode.SERIAL
     keeps_cohorts = True
 
     def __init__(self, pace: Pace, share: float, tile: int) -> None:
@@ -111,7 +109,6 @@ class SerialPolicy:
 class CooperativePolicy:
     """Rows take turns at B1, one step each; reading prompts is one more taker of turns."""
 
-    mode = Mode.COOPERATIVE
     keeps_cohorts = True
 
     def __init__(self, pace: Pace, share: float, tile: int) -> None:
@@ -140,7 +137,6 @@ class CooperativePolicy:
 class BatchPolicy:
     """All ready rows step together; one bounded piece of prompt is read beside each step."""
 
-    mode = Mode.AR_BATCH
     keeps_cohorts = False
 
     def __init__(self, pace: Pace, share: float, tile: int) -> None:
@@ -210,6 +206,7 @@ POLICIES: Final[Mapping[Mode, type[SerialPolicy | CooperativePolicy | BatchPolic
     Mode.SERIAL: SerialPolicy,
     Mode.COOPERATIVE: CooperativePolicy,
     Mode.AR_BATCH: BatchPolicy,
+    Mode.MTP_BATCH: BatchPolicy,
 }
 
 

@@ -69,6 +69,8 @@ class Receipt(msgspec.Struct, frozen=True):
     queue_wait_s: float
     time_to_first_token_s: float
     completion_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -122,6 +124,8 @@ class RequestActor:
         self._rows = [_RowText(i, text, generation.stops) for i in range(len(generation.rows))]
         self._lanes: set[str] = set()
         self._widths: set[int] = set()
+        self._drafted = 0
+        self._accepted = 0
         self._queue_wait_s: float | None = None
         self._first_token_s: float | None = None
         self._log = logger().bind(request_id=generation.request_id, mode=mode)
@@ -198,6 +202,8 @@ class RequestActor:
         self._lanes.add(message.lane)
         if message.width:
             self._widths.add(message.width)
+        self._drafted += message.drafted
+        self._accepted += message.accepted
         if message.tokens and self._first_token_s is None:
             self._note_first_token(message.lease)
         for event in row.take(message):
@@ -232,6 +238,8 @@ class RequestActor:
             round(self._queue_wait_s or 0.0, 6),
             round(self._first_token_s or 0.0, 6),
             self.completion_tokens,
+            self._drafted,
+            self._accepted,
         )
 
     def _settle(self, outcome: Outcome) -> None:
@@ -252,6 +260,8 @@ class RequestActor:
                     finish_reasons=finishes,
                     lanes=receipt.lanes,
                     widths=receipt.widths,
+                    drafted_tokens=receipt.drafted_tokens,
+                    accepted_tokens=receipt.accepted_tokens,
                 )
             case Broken("client_disconnect" | "client_stall" as code):
                 self._meter.saw_end("cancelled")

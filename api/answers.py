@@ -145,6 +145,8 @@ def paceline_of(house: House, order: Order, finished: Finished) -> Paceline:
         queue_wait_s=receipt.queue_wait_s,
         time_to_first_token_s=receipt.time_to_first_token_s,
         max_tokens=order.max_tokens,
+        drafted_tokens=receipt.drafted_tokens,
+        accepted_tokens=receipt.accepted_tokens,
     )
 
 

@@ -93,6 +93,8 @@ class Paceline(Struct):
     queue_wait_s: float
     time_to_first_token_s: float
     max_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class ChatMessage(Struct):

@@ -77,6 +77,9 @@ class StatusPage:
                 "preset": args.preset.value,
                 "prefill_share": args.prefill_share,
                 "numerics": args.numerics,
+                "mtp": args.mtp,
+                "speculative_depth": args.speculative_depth,
+                "acceptance": args.acceptance,
                 "max_queue": args.max_queue,
             },
             "telemetry": {
@@ -91,14 +94,23 @@ class StatusPage:
                 "steps": meter.steps,
                 "tokens_committed": meter.tokens_committed,
                 "prompt_tokens": meter.prompt_tokens,
-                # No installed lane drafts, so there is nothing to accept yet.
-                "acceptance_by_depth": {},
-                "mean_accepted": None,
+                "acceptance_by_depth": {
+                    str(depth): round(share, 4)
+                    for depth, share in meter.acceptance_by_depth.items()
+                },
+                "mean_accepted": _rounded(meter.mean_accepted),
+                "steps_by_depth": {str(k): v for k, v in sorted(meter.steps_by_depth.items())},
+                "drafted_tokens": meter.drafted_tokens,
+                "accepted_tokens": meter.accepted_tokens,
                 "cohorts_sealed": meter.cohorts_sealed,
                 "seconds_since_progress": round(self._idle_s(), 3),
                 "requests": dict(sorted(meter.requests.items())),
             },
         }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 class _MeterCollector(Collector):
@@ -125,6 +137,8 @@ class _MeterCollector(Collector):
             "step_seconds": ("Time spent in steps", meter.step_seconds),
             "prefill_seconds": ("Time spent reading prompts", meter.read_seconds),
             "cohorts_sealed": ("Cohorts sealed", meter.cohorts_sealed),
+            "drafted_tokens": ("Tokens drafted", meter.drafted_tokens),
+            "accepted_tokens": ("Drafted tokens that were accepted", meter.accepted_tokens),
         }
         for name, (text, total) in counters.items():
             yield CounterMetricFamily(f"paceline_{name}", text, total)
@@ -140,6 +154,12 @@ class _MeterCollector(Collector):
         for width, count in sorted(meter.batch_histogram.items()):
             widths.add_metric([str(width)], count)
         yield widths
+        depths = CounterMetricFamily(
+            "paceline_steps_by_depth", "Lockstep steps by tokens drafted", labels=["depth"]
+        )
+        for depth, count in sorted(meter.steps_by_depth.items()):
+            depths.add_metric([str(depth)], count)
+        yield depths
         for name, found in (
             ("queue_wait_seconds", meter.queue_wait),
             ("time_to_first_token_seconds", meter.time_to_first_token),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..runtime.context import RowContext, TokenLogprob
 
 if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
-    from .ragged import RowSlots
+    import mlx.core as mx
+
+    from .halves import Halves
+    from .ragged import Layout, Pass, RowSlots
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -45,6 +46,10 @@ class LaneSpec(msgspec.Struct, frozen=True):
             width; "stock" for mlx-lm's own layers, whose difference from B1 is measured.
         tile: Rows every matrix product is padded to (1: none).
         prefill_tile: Prompt tokens of one forward pass; boundaries lie at its multiples.
+        max_depth: The most tokens a step can draft; 0 for a lane without a head.
+        acceptance: How drafts are accepted, "coupled" or "rejection"; empty without a head.
+        numerics: Which rows share a forward pass: see docs/modes.md.
+        choosing: Where tokens are chosen, "host" or "device".
     """
 
     name: str
@@ -54,6 +59,10 @@ class LaneSpec(msgspec.Struct, frozen=True):
     arithmetic: str
     tile: int
     prefill_tile: int
+    max_depth: int = 0
+    acceptance: str = ""
+    numerics: str = "throughput"
+    choosing: str = "host"
 
 
 class RowDelta(msgspec.Struct, frozen=True):
@@ -63,6 +72,8 @@ class RowDelta(msgspec.Struct, frozen=True):
         tokens: Newly chosen tokens, in order.
         logprobs: One entry a token when asked for, else empty.
         prompt_logprobs: Entries of prompt tokens just read, when asked for.
+        drafted: Tokens drafted for the row in this step.
+        accepted: How many of them, from the first, the model itself chose.
         error: Why the row cannot go on; its neighbours are not concerned.
     """
 
@@ -70,6 +81,8 @@ class RowDelta(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
     error: str | None = None
 
 
@@ -79,6 +92,14 @@ class SeatHolder(Protocol):
     def leave(self, row: Row, *, keep: bool = False) -> None:
         """Give the seat back; with `keep`, carry keys and values to the row's own buffers."""
         ...
+
+
+class Hidden(NamedTuple):
+    """Hidden states of consecutive positions: a run of a pass's packed rows."""
+
+    states: mx.array
+    start: int
+    length: int
 
 
 class Row:
@@ -92,7 +113,15 @@ class Row:
         self.read = 0  # prompt tokens whose keys and values are written
         self.generated: list[int] = []
         self.counts: dict[int, int] = {}  # how often each token was generated
+        self.unheard: list[Hidden] = []  # positions a head has still to read, oldest first
         self.prompt_set = frozenset(context.prompt) if context.sampling.penalised else frozenset()
+
+    def copy(self) -> Row:
+        """Return an unseated twin that goes on by itself."""
+        twin = Row(self.key, self.context, self.slots.copy())
+        twin.read, twin.unheard = self.read, list(self.unheard)
+        twin.generated, twin.counts = list(self.generated), dict(self.counts)
+        return twin
 
     @property
     def position(self) -> int:
@@ -103,6 +132,23 @@ class Row:
     def last_token(self) -> int:
         """The token whose keys and values are not written yet."""
         return self.generated[-1] if self.generated else self.context.prompt[-1]
+
+    @property
+    def unheard_count(self) -> int:
+        """Positions a head has still to read."""
+        return sum(hidden.length for hidden in self.unheard)
+
+    def tokens_from(self, start: int, count: int) -> list[int]:
+        """Return the tokens at `count` positions, prompt and answer in one."""
+        prompt, known = self.context.prompt, len(self.context.prompt)
+        head = prompt[start : start + count] if start < known else ()
+        tail = self.generated[max(0, start - known) : max(0, start + count - known)]
+        return [*head, *tail]
+
+    @property
+    def left(self) -> int:
+        """Tokens the row may still generate."""
+        return self.context.budget - len(self.generated)
 
     def commit(self, token: int) -> None:
         """Append a chosen token."""
@@ -117,6 +163,15 @@ class Trunk(Protocol):
     prefill_tile: int
     vocab_size: int
 
+    @property
+    def halves(self) -> Halves | None:
+        """The model's two halves, where they can be told apart."""
+        ...
+
+    def add_head_layer(self) -> int:
+        """Let rows hold one more layer, for a head; return its index."""
+        ...
+
     def tile_for(self, rows: int) -> int:
         """Return the rows that products of a step of `rows` rows are padded to; 1 is none."""
         ...
@@ -129,23 +184,21 @@ class Trunk(Protocol):
         """Return empty keys and values for `count` rows side by side."""
         ...
 
-    def prefill(
-        self, slots: RowSlots, tokens: Sequence[int], *, want: str
-    ) -> NDArray[np.float32] | None:
-        """Read tokens into slot 0 at its length; one tile at most.
+    def prefill(self, slots: RowSlots, tokens: Sequence[int], *, want: str) -> Pass:
+        """Read tokens into slot 0 at its length, which is advanced; one tile at most.
 
         Args:
             want: "none", "last" or "all" positions' logits.
-
-        Returns:
-            Logits [1 or len(tokens), vocabulary], float32, or None.
         """
         ...
 
-    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Write one token a slot and return the next position's logits [slots, vocabulary].
+    def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        """Write each slot's new tokens behind its length and give every position's logits.
 
-        Lengths are not advanced: the caller commits what it keeps.
+        Lengths are not advanced: the caller keeps what it accepts (`RowSlots.advance`).
+
+        Args:
+            tokens: Token ids packed as the layout says, [positions].
         """
         ...
 
@@ -165,7 +218,11 @@ class Lane(Protocol):
         ...
 
     def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
-        """Run one lockstep step over rows whose prompts are read; one delta a row."""
+        """Run one lockstep step over rows whose prompts are read; one delta a row.
+
+        Args:
+            depth: Tokens to draft for each row, at most the lane's own `max_depth`.
+        """
         ...
 
     def close(self, row: Row) -> None:

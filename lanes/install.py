@@ -3,74 +3,199 @@
 from collections.abc import Sequence
 from typing import Final
 
+import mlx.core as mx
 import msgspec
+from mlx.utils import tree_flatten
 
-from ..runtime.errors import ModelError
+from ..runtime.errors import HeadRefused, ModelError, NoHead
 from ..runtime.model import LoadedModel
-from ..runtime.modes import Mode
+from ..runtime.modes import MUST_DRAFT, NEVER_DRAFT, Mode
 from . import lockstep
 from .ar import ArLane
-from .base import Lane, Trunk
+from .base import Check, Lane, Receipt, Trunk
+from .choosing import Chooser, HostChooser
+from .device import DeviceChooser, device_is_faster
 from .geometry import GEOMETRIES, geometry_for, lane_name
+from .halves import Halves, halves
+from .head import Head, LockstepHead, StockHead
+from .heads.qwen3_next import HeadParts, build_head
+from .heads.source import HeadSource, find_head
 from .lockstep import LockstepTrunk
-from .selfcheck import LaneChecker, probe_tile
-from .solo import SoloTrunk
+from .mtp import MtpLane
+from .numerics import B1_EXACT, BALANCED, InTurn, balance
+from .selfcheck import LaneChecker, check_golden, rounding
+from .solo import SoloTrunk, without_checkpoint
 from .stock import StockTrunk, foreign_caches
+from .tiles import probe_tiles
+from .verify import ACCEPTANCE, Coupled
 
 # Which geometries a mode needs; rows then run on the narrowest that carries them.
 NEEDS: Final[dict[Mode, Sequence[int]]] = {
     Mode.SERIAL: (1,),
     Mode.COOPERATIVE: (1,),
     Mode.AR_BATCH: GEOMETRIES,
+    Mode.MTP_BATCH: GEOMETRIES,
 }
 
 
-class Installed(msgspec.Struct, frozen=True):
-    """The lanes of a running server, narrowest first, and how their arithmetic was chosen."""
-
-    lanes: tuple[Lane, ...]
-    arithmetic: str
-    why: str
-
-
-def install(model: LoadedModel, mode: Mode, widest: int, exact_widths: bool = True) -> Installed:
-    """Build and check the lanes a mode needs on a loaded model.
+class Wanted(msgspec.Struct, frozen=True):
+    """What lanes are asked for.
 
     Args:
         widest: The most rows that will step together; wider geometries are left out.
         exact_widths: Give a lone row the bits of any width, where arithmetic is constant-shape.
+        mtp: Draft with the model's head where the mode can and the model has one.
+        acceptance: How drafts are accepted, "coupled" or "rejection".
+        numerics: "throughput", "balanced" or "b1-exact"; see numerics.py.
+        depth: A depth that was asked for, or None; above 0 it cannot be had without a head.
+    """
+
+    mode: Mode
+    widest: int = 8
+    exact_widths: bool = True
+    mtp: bool = True
+    acceptance: str = "coupled"
+    numerics: str = "throughput"
+    depth: int | None = None
+
+
+class Installed(msgspec.Struct, frozen=True):
+    """The lanes of a running server, narrowest first, and how they came to be chosen.
+
+    Args:
+        why: Why this arithmetic.
+        head: Where the head is from, or why there is none.
+    """
+
+    lanes: tuple[Lane, ...]
+    arithmetic: str
+    why: str
+    head: str
+
+
+def install(model: LoadedModel, wanted: Wanted) -> Installed:
+    """Build and check the lanes a mode needs on a loaded model.
 
     Raises:
         LaneRefused: When a check fails; nothing else is run in its place.
+        HeadRefused: When the mode needs a head and there is none, or the model's own is damaged.
         ModelError: When the mode or the model has no lane in this build.
     """
-    if mode not in NEEDS:
+    if wanted.mode not in NEEDS:
         names = ", ".join(m.value for m in NEEDS)
         raise ModelError(
-            f"scheduler_mode {mode.value!r} is not installed in this build; it has: {names}"
+            f"scheduler_mode {wanted.mode.value!r} is not installed in this build; it has: {names}"
         )
-    needed = [g for g in NEEDS[mode] if g <= geometry_for(widest)]
-    trunk, why = _choose_trunk(model, needed, exact_widths)
-    checker = LaneChecker(trunk, model.card.dtype)
+    needed = [g for g in NEEDS[wanted.mode] if g <= geometry_for(wanted.widest)]
+    found, origin = _find(model, wanted)
+    parts = found[1] if found else None
+    trunk, why = _choose_trunk(model, parts, needed, wanted.exact_widths)
+    head = _attach(trunk, *found) if found else None
+    if wanted.numerics == BALANCED:
+        why += "; " + balance(trunk, model.net.layers[0])
+    checker = LaneChecker(trunk, rounding(model.card), needed[-1], head)
+    golden = _golden(head, trunk, found[0], model) if head is not None and found else ()
+    chooser = _chooser(wanted, model.card.vocab_size)
     lanes: list[Lane] = []
     for geometry in needed:
-        receipt = checker.check(lane_name("ar", geometry), geometry)
-        lanes.append(ArLane(trunk, geometry, model.card.dtype, receipt))
-    return Installed(tuple(lanes), trunk.arithmetic, why)
+        if geometry > 1 and wanted.numerics == B1_EXACT:
+            lanes.append(InTurn(lanes[0], geometry))
+            continue
+        receipt = checker.check(lane_name("ar" if head is None else "mtp", geometry), geometry)
+        receipt = msgspec.structs.replace(receipt, checks=(*receipt.checks, *golden))
+        lanes.append(_lane(trunk, geometry, model, receipt, chooser, head, wanted))
+    return Installed(tuple(lanes), trunk.arithmetic, why, origin)
+
+
+def _lane(
+    trunk: Trunk,
+    geometry: int,
+    model: LoadedModel,
+    receipt: Receipt,
+    chooser: Chooser,
+    head: Head | None,
+    wanted: Wanted,
+) -> Lane:
+    dtype = model.card.dtype
+    if head is None:
+        return ArLane(trunk, geometry, dtype, receipt, chooser)
+    lane = MtpLane(trunk, geometry, dtype, receipt, chooser, head)
+    lane.spec = msgspec.structs.replace(
+        lane.spec, numerics=wanted.numerics, acceptance=wanted.acceptance
+    )
+    return lane
+
+
+def _chooser(wanted: Wanted, vocab_size: int) -> Chooser:
+    """Choose where this machine is quicker; the device knows coupled acceptance only."""
+    if wanted.acceptance == Coupled.name and device_is_faster(vocab_size):
+        return DeviceChooser()
+    return HostChooser(ACCEPTANCE[wanted.acceptance])
+
+
+def _find(model: LoadedModel, wanted: Wanted) -> tuple[tuple[HeadSource, HeadParts] | None, str]:
+    """Build the model's head where the mode drafts; before the trunk takes the layers over."""
+    if not wanted.mtp or wanted.mode in NEVER_DRAFT:
+        return None, "none wanted"
+    try:
+        source = find_head(model)
+        _check_rewinds(model)
+        parts = halves(model.net)
+        if parts is None:
+            raise NoHead(f"no head is known for {type(model.net).__module__}")
+        return (source, build_head(source, parts.net, _head_type(model))), source.origin
+    except NoHead as error:
+        if wanted.mode in MUST_DRAFT:
+            raise HeadRefused(
+                f"scheduler_mode {wanted.mode.value!r} needs an MTP head: {error}; "
+                "use ar_batch, or a model with a head"
+            ) from None
+        if wanted.depth:
+            raise HeadRefused(
+                f"speculative_depth {wanted.depth} needs an MTP head: {error}"
+            ) from None
+        return None, f"none: {error}"
+    except HeadRefused as error:
+        raise HeadRefused(f"{error}; with mtp off the model is served without its head") from None
+
+
+def _check_rewinds(model: LoadedModel) -> None:
+    kinds = without_checkpoint(model.net)
+    if kinds:
+        raise NoHead(f"state in {', '.join(kinds)} cannot be taken back behind a wrong draft")
+
+
+def _head_type(model: LoadedModel) -> mx.Dtype:
+    """Return the float type the model computes in."""
+    arrays: dict[str, mx.array] = dict(tree_flatten(model.net.parameters()))
+    return next(a.dtype for a in arrays.values() if mx.issubdtype(a.dtype, mx.floating))
+
+
+def _attach(trunk: Trunk, source: HeadSource, parts: HeadParts) -> Head:
+    if isinstance(trunk, LockstepTrunk):
+        return LockstepHead(trunk, parts, source.draft_ids)
+    return StockHead(trunk, parts, source.draft_ids)
+
+
+def _golden(head: Head, trunk: Trunk, source: HeadSource, model: LoadedModel) -> tuple[Check, ...]:
+    if source.golden is None:
+        return ()
+    return (check_golden(head, trunk, source.golden, rounding(model.card)),)
 
 
 def _choose_trunk(
-    model: LoadedModel, geometries: Sequence[int], exact_widths: bool
+    model: LoadedModel, parts: HeadParts | None, geometries: Sequence[int], exact_widths: bool
 ) -> tuple[Trunk, str]:
     """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers."""
     net, vocab_size = model.net, model.card.vocab_size
     why_not = _why_not_constant_shape(model)
     if why_not is None:
-        tile = probe_tile(net)
-        if tile is not None:
-            lone = tile if exact_widths else 1
-            why = f"rows keep their bits in tiles of {tile}, a lone row is in one of {lone}"
-            return LockstepTrunk(net, tile, lone, vocab_size), why
+        layers = [net.layers[0], *([] if parts is None else parts.layers)]
+        others = [Halves(net).output_weight, *([] if parts is None else [parts.fc.weight])]
+        tiles = probe_tiles(lockstep.products(layers, *others), exact_widths)
+        if tiles is not None:
+            why = f"rows keep their bits in tiles of {tiles.tile}, a lone row is in {tiles.lone}"
+            return LockstepTrunk(net, tiles, vocab_size), why
         why_not = "this BLAS rounds by a row's place in every tile"
     foreign = foreign_caches(net)
     if not foreign:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from ..runtime.errors import RowError
 
@@ -22,12 +24,15 @@ class RowSlots:
         count: Slots side by side.
         layers: Layers of the model.
 
-    `lengths` are host integers: the tokens of each slot that are valid.
+    `lengths` are host integers: the tokens of each slot that are valid. An MTP head's layers lie
+    behind the model's own and have lengths of their own, `drafted`, since a head is behind the
+    model by the positions whose next token is not known yet.
     """
 
     def __init__(self, count: int, layers: int) -> None:
         self.count = count
         self.lengths = [0] * count
+        self.drafted = [0] * count
         self.capacity = 0
         self.keys: list[mx.array | None] = [None] * layers
         self.values: list[mx.array | None] = [None] * layers
@@ -56,33 +61,38 @@ class RowSlots:
         self.keys, self.values, self.capacity = keys, values, capacity
 
     def write(self, layer: int, keys: mx.array, values: mx.array, at: mx.array) -> None:
-        """Write [slots, heads, tokens, size] at positions `at` [slots, tokens] of each slot."""
+        """Write [slots, heads, tokens, size] at positions `at` [slots, 1, tokens, 1]."""
         for buffers, new in ((self.keys, keys), (self.values, values)):
             buffer = buffers[layer]
             if buffer is None:
                 shape = (self.count, new.shape[1], self.capacity, new.shape[3])
                 buffer = mx.zeros(shape, new.dtype)
-            index = mx.broadcast_to(at[:, None, :, None], new.shape)
-            buffers[layer] = mx.put_along_axis(buffer, index, new, axis=2)
+            buffers[layer] = mx.put_along_axis(buffer, at, new, axis=2)
 
-    def append(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Write a run of tokens [1, heads, tokens, size] at the end of a single slot."""
-        start = self.lengths[0]
+    def append(self, layer: int, row: slice, start: int, keys: mx.array, values: mx.array) -> None:
+        """Write a run of tokens [1, heads, tokens, size] into the one slot of `row`."""
         for buffers, new in ((self.keys, keys), (self.values, values)):
             buffer = buffers[layer]
             if buffer is None:
-                buffer = mx.zeros((1, new.shape[1], self.capacity, new.shape[3]), new.dtype)
-            buffer[:, :, start : start + new.shape[2]] = new
+                shape = (self.count, new.shape[1], self.capacity, new.shape[3])
+                buffer = mx.zeros(shape, new.dtype)
+            buffer[row, :, start : start + new.shape[2]] = new
             buffers[layer] = buffer
+
+    def advance(self, slot: int, kept: int) -> None:
+        """Keep the first `kept` of the positions the last pass wrote; the rest is forgotten."""
+        self.lengths[slot] += kept
 
     def place(self, slot: int, row: "RowSlots") -> None:
         """Copy a single row's valid tokens into a slot."""
         length = row.lengths[0]
         self.reserve(row.capacity)  # before anything changes: it may raise
         self.lengths[slot] = length
+        self.drafted[slot] = row.drafted[0]
         for buffers, sources in ((self.keys, row.keys), (self.values, row.values)):
             for layer, source in enumerate(sources):
-                assert source is not None, "a row is placed only after its prompt is read"
+                if source is None:
+                    continue  # a head that has read nothing yet
                 buffer = buffers[layer]
                 if buffer is None:
                     shape = (self.count, source.shape[1], self.capacity, source.shape[3])
@@ -91,15 +101,20 @@ class RowSlots:
                 buffers[layer] = buffer
         mx.eval(self.keys, self.values)
 
+    def copy(self) -> "RowSlots":
+        """Return a copy of a single row."""
+        return self.extract(0)
+
     def extract(self, slot: int) -> "RowSlots":
         """Return a copy of one slot as a row of its own."""
         row = RowSlots(1, len(self.keys))
         length = self.lengths[slot]
         row.lengths[0] = length
+        row.drafted[0] = self.drafted[slot]
         row.reserve(length + 1)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            assert keys is not None
-            assert values is not None
+            if keys is None or values is None:
+                continue
             row.keys[layer] = _padded(keys[slot : slot + 1, :, :length], row.capacity)
             row.values[layer] = _padded(values[slot : slot + 1, :, :length], row.capacity)
         mx.eval(row.keys, row.values)
@@ -108,24 +123,31 @@ class RowSlots:
     def clear(self) -> None:
         """Drop every buffer; the slots are empty."""
         self.lengths = [0] * self.count
+        self.drafted = [0] * self.count
         self.capacity = 0
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
 
 
 class SlotMaker:
-    """Makes the buffers of a model with so many layers."""
+    """Makes the buffers of a model with so many layers, and of a head behind them."""
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
+        self.layers = layers
+        self.head_layers = 0
+
+    def add_head_layer(self) -> int:
+        """Let rows hold one more layer, for a head; return its index."""
+        self.head_layers += 1
+        return self.layers + self.head_layers - 1
 
     def new_row(self) -> RowSlots:
         """Return empty keys and values for one row."""
-        return RowSlots(1, self._layers)
+        return self.new_slots(1)
 
     def new_slots(self, count: int) -> RowSlots:
         """Return empty keys and values for `count` rows side by side."""
-        return RowSlots(count, self._layers)
+        return RowSlots(count, self.layers + self.head_layers)
 
 
 class StepCache:
@@ -155,7 +177,7 @@ class StepCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the new keys and values and return all up to the longest slot's end."""
-        self._slots.write(self._layer, keys, values, self._frame.at)
+        self._slots.write(self._layer, keys, values, self._frame.write_at)
         all_keys, all_values = self._slots.keys[self._layer], self._slots.values[self._layer]
         assert all_keys is not None
         assert all_values is not None
@@ -175,8 +197,77 @@ class Frame:
         self.span = -(-(max(lengths) + tokens) // grain) * grain
         self.offset = mx.array(list(lengths), dtype=mx.int32)
         self.at = self.offset[:, None] + mx.arange(tokens, dtype=mx.int32)
+        self.write_at = self.at[:, None, :, None]
         seen = mx.arange(self.span, dtype=mx.int32)[None, None, None, :]
         self.mask = seen <= self.at[:, None, :, None]
+
+
+class Layout:
+    """Which new positions of which slots a pass computes, packed one slot after another.
+
+    Args:
+        counts: New positions of each slot; 0 for a slot that takes no part.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        self.most = max(counts)
+        ends = np.cumsum(counts)
+        self.total = int(ends[-1])
+        self.first = tuple(int(end) - count for end, count in zip(ends, counts, strict=True))
+        # Rows as a rectangle [slots, most]: where there is nothing, the pass's first row stands in.
+        offsets = np.arange(self.most)
+        real = offsets < np.array(counts)[:, None]
+        self.packed = self.total == real.size  # the rectangle is full: nothing to move
+        self.from_packed = np.where(real, np.array(self.first)[:, None] + offsets, 0).ravel()
+        self.from_rectangle = np.flatnonzero(real)
+
+    @property
+    def last(self) -> list[int]:
+        """Packed index of the last position of each slot that takes part."""
+        return [
+            first + count - 1 for first, count in zip(self.first, self.counts, strict=True) if count
+        ]
+
+    def spread(self, packed: mx.array) -> mx.array:
+        """Turn [total, ...] into [slots, most, ...]."""
+        if not self.packed:
+            packed = packed[mx.array(self.from_packed)]
+        return packed.reshape(len(self.counts), self.most, *packed.shape[1:])
+
+    def pack(self, rectangle: mx.array) -> mx.array:
+        """Turn [slots, most, ...] into [total, ...]."""
+        flat = rectangle.reshape(-1, *rectangle.shape[2:])
+        return flat if self.packed else flat[mx.array(self.from_rectangle)]
+
+
+class Pass:
+    """What a forward pass gives, packed as its layout says; nothing is computed until it is read.
+
+    Args:
+        hidden: After the model's last norm, [positions, hidden size]; None for a family whose
+            hidden states are out of reach.
+        logits: [positions, vocabulary] as the model gives them; None when nobody asked.
+    """
+
+    def __init__(
+        self, slots: RowSlots, layout: Layout, hidden: mx.array | None, logits: mx.array | None
+    ) -> None:
+        self.layout = layout
+        self.hidden = hidden
+        self.logits = logits
+        self._slots = slots
+
+    def settle(self, *more: mx.array) -> None:
+        """Compute everything, keys and values included, and whatever else is given."""
+        mx.eval(self.hidden, self.logits, self._slots.keys, self._slots.values, *more)
+
+    def host(self) -> NDArray[np.float32]:
+        """Return the logits on the host, without a copy where memory is shared."""
+        assert self.logits is not None
+        out = self.logits.astype(mx.float32)
+        mx.eval(out, self.hidden, self._slots.keys, self._slots.values)
+        return np.array(out, copy=False)
 
 
 def _padded(buffer: mx.array, capacity: int) -> mx.array:

@@ -7,7 +7,7 @@ only worked out for tokens that can still win.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from ..runtime.context import Sampling, TokenLogprob
 from ..runtime.errors import RowError
 from .base import Row
 
-_CHUNK: Final = 256  # logits whose maximum stands for them
+_CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
 _CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
 
 Logits = NDArray[np.float32]
@@ -36,54 +36,81 @@ def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:
     Raises:
         RowError: When the logits are not finite where it matters.
     """
-    sampling = row.context.sampling
-    adjusted = adjust(logits, sampling, row.prompt_set, row.counts)
-    peak = float(adjusted.max())
-    if not np.isfinite(peak):
+    context = row.context
+    adjusted = adjust(logits, context.sampling, row.prompt_set, row.counts)
+    key = noise.stream_key(context.seed, row.position)
+    token = pick(finite(adjusted), context.sampling, key)
+    return token, report(logits, token, context.sampling)
+
+
+def report(logits: Logits, token: int, sampling: Sampling) -> TokenLogprob | None:
+    """Return a committed token's log probability when its row asks for it."""
+    return None if sampling.logprobs is None else logprob_of(logits, token, sampling.logprobs)
+
+
+def finite(logits: Logits) -> Logits:
+    """Return logits whose largest is a number.
+
+    Raises:
+        RowError: When it is not.
+    """
+    if not np.isfinite(float(logits.max())):
         raise RowError("the model produced no finite logit; the row cannot go on")
-    if sampling.temperature == 0:
-        token = int(adjusted.argmax())
-    else:
-        key = noise.stream_key(row.context.seed, row.position)
-        token = draw(adjusted, sampling, key)
-    report = None
-    if sampling.logprobs is not None:
-        report = logprob_of(logits, token, sampling.logprobs)
-    return token, report
+    return logits
 
 
 def adjust(
-    logits: Logits, sampling: Sampling, prompt: frozenset[int], counts: Mapping[int, int]
+    logits: Logits,
+    sampling: Sampling,
+    prompt: frozenset[int],
+    counts: Mapping[int, int],
+    ids: Ids | None = None,
 ) -> Logits:
-    """Return logits with bias and penalties; the same array when there are none."""
+    """Return logits with bias and penalties; the same array when there are none.
+
+    Args:
+        ids: The tokens the logits are of, ascending; None for the whole vocabulary.
+    """
     if not sampling.penalised and not sampling.logit_bias:
         return logits
     out = logits.copy()
     if sampling.repetition_penalty != 1.0:
         seen = np.fromiter(prompt.union(counts), np.int64)
+        seen, _ = _places(seen, seen, ids)
         picked = out[seen]
         factor = np.float32(sampling.repetition_penalty)
         out[seen] = np.where(picked > 0, picked / factor, picked * factor)
     if counts and (sampling.presence_penalty or sampling.frequency_penalty):
         tokens = np.fromiter(counts.keys(), np.int64, len(counts))
         times = np.fromiter(counts.values(), np.float32, len(counts))
+        tokens, times = _places(tokens, times, ids)
         out[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    for token, bias in sampling.logit_bias:
-        out[token] += np.float32(bias)
+    if sampling.logit_bias:
+        biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        added = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        biased, added = _places(biased, added, ids)
+        out[biased] += added
     return out
 
 
-def draw(logits: Logits, sampling: Sampling, key: tuple[int, int]) -> int:
-    """Sample one token with the noise named by `key`; temperature is above 0."""
-    filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    if not filtered:
-        return _draw_unfiltered(logits, sampling.temperature, key)
-    kept = filter_tokens(logits, sampling)
-    return int(kept[np.argmax(_scores(logits, kept, sampling.temperature, key))])
+def pick(logits: Logits, sampling: Sampling, key: tuple[int, int], ids: Ids | None = None) -> int:
+    """Choose a token of adjusted logits with the noise named by `key`.
+
+    Args:
+        ids: The tokens the logits are of; None for the whole vocabulary.
+    """
+    if sampling.temperature == 0:
+        at = int(logits.argmax())
+    elif sampling.filtered:
+        kept = filter_tokens(logits, sampling)
+        at = int(kept[np.argmax(_scores(logits, kept, sampling.temperature, key, ids))])
+    else:
+        at = _pick_unfiltered(logits, sampling.temperature, key, ids)
+    return at if ids is None else int(ids[at])
 
 
 def filter_tokens(logits: Logits, sampling: Sampling) -> Ids:
-    """Return the tokens that top_k, top_p and min_p keep, most likely first."""
+    """Return the indices that top_k, top_p and min_p keep, most likely first."""
     wanted = max(sampling.top_k, _CANDIDATES)
     while True:
         top = top_tokens(logits, wanted)
@@ -94,17 +121,17 @@ def filter_tokens(logits: Logits, sampling: Sampling) -> Ids:
 
 
 def top_tokens(logits: Logits, count: int) -> Ids:
-    """Return at least the `count` most likely tokens, complete down to the last one's logit.
+    """Return at least the `count` most likely indices, complete down to the last one's logit.
 
-    Sorted by logit, then by id, so ties fall the same way everywhere.
+    Sorted by logit, then by index, so ties fall the same way everywhere.
     """
     size = logits.shape[0]
-    whole = size // _CHUNK * _CHUNK
-    chunks = whole // _CHUNK
+    chunk = max(1, size // _CHUNKS)
+    chunks = size // chunk
     if count >= min(size, chunks):
         found = np.arange(size)
     else:
-        peaks = logits[:whole].reshape(chunks, _CHUNK).max(axis=1)
+        peaks = logits[: chunks * chunk].reshape(chunks, chunk).max(axis=1)
         floor = np.partition(peaks, chunks - count)[chunks - count]
         found = np.flatnonzero(logits >= floor)
     order = np.lexsort((found, -logits[found]))
@@ -153,10 +180,12 @@ def _total_weight(logits: Logits, temperature: float, peak: float) -> float:
     return float(np.exp(logits / np.float32(temperature) - np.float32(peak)).sum(dtype=np.float64))
 
 
-def _draw_unfiltered(logits: Logits, temperature: float, key: tuple[int, int]) -> int:
+def _pick_unfiltered(
+    logits: Logits, temperature: float, key: tuple[int, int], ids: Ids | None
+) -> int:
     """Take the best of the likeliest tokens, then only tokens whose noise could still beat it."""
     top = top_tokens(logits, _CANDIDATES)
-    scores = _scores(logits, top, temperature, key)
+    scores = _scores(logits, top, temperature, key, ids)
     best = int(np.argmax(scores))
     if len(top) == logits.shape[0]:
         return int(top[best])
@@ -164,17 +193,28 @@ def _draw_unfiltered(logits: Logits, temperature: float, key: tuple[int, int]) -
     needed = float(scores[best]) - float(logits[top[-1]]) / temperature
     if needed > noise.GUMBEL_MAX:
         return int(top[best])
-    bits = noise.token_bits(key, _all_tokens(logits.shape[0]))
+    every = _all_tokens(logits.shape[0]) if ids is None else ids.astype(np.uint32)
+    bits = noise.token_bits(key, every)
     rivals = np.flatnonzero(bits >= np.uint32(noise.bits_at_least(needed)))
     pool = np.union1d(rivals, top[best : best + 1])
-    return int(pool[np.argmax(_scores(logits, pool, temperature, key))])
+    return int(pool[np.argmax(_scores(logits, pool, temperature, key, ids))])
 
 
 def _scores(
-    logits: Logits, tokens: Ids, temperature: float, key: tuple[int, int]
+    logits: Logits, at: Ids, temperature: float, key: tuple[int, int], ids: Ids | None
 ) -> NDArray[np.float64]:
+    tokens = at if ids is None else ids[at]
     bits = noise.token_bits(key, tokens.astype(np.uint32))
-    return logits[tokens].astype(np.float64) / temperature + noise.gumbel(bits)
+    return logits[at].astype(np.float64) / temperature + noise.gumbel(bits)
+
+
+def _places(tokens: Ids, values: NDArray[Any], ids: Ids | None) -> tuple[Ids, NDArray[Any]]:
+    """Return where tokens lie among `ids`, and the values of those that do."""
+    if ids is None:
+        return tokens, values
+    at = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
+    there = ids[at] == tokens
+    return at[there], values[there]
 
 
 def _all_tokens(size: int) -> NDArray[np.uint32]:

@@ -1,62 +1,85 @@
 """What must hold before a lane is installed, measured on the model it will run.
 
 Row isolation: a row's logits keep every bit when all its neighbours change. Against B1: the
-same rows at this geometry differ by no more than the type's bound. Tile: the smallest number
-of rows at which the machine's products give a row the same bits at every place and width.
+same rows at this geometry differ by no more than the type's bound. With a head also: golden
+values, drafts that are taken in part while others are taken whole, and rows that were cut back
+and are none the wiser.
 """
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import LaneRefused
+from ..runtime.model import ModelCard
 from .ar import ArLane
-from .base import Check, Receipt, Trunk
-from .geometry import GEOMETRIES
-
-TILES: Final = (1, 8)
+from .base import Check, Receipt, Row, Trunk
+from .choosing import ON_HOST, HostChooser
+from .head import Head
+from .mtp import MtpLane
+from .ragged import Layout, Pass, RowSlots
+from .sampler import Ids, Logits
+from .verify import Draft, Verdict
 
 # Largest logit difference from B1 that is still rounding, a type; measured on real models.
 BOUNDS: Final = {"float32": 2e-3, "float16": 0.25, "bfloat16": 1.0}
-PACKED_BOUND: Final = 1.0  # packed weights compute in 16 bits
+_PACKED_BOUND: Final = 1.0  # packed weights compute in 16 bits
+_TENSOR_FLOAT_BOUND: Final = 0.25  # float32 products on a GPU keep 10 bits of each factor
 
-_STEPS: Final = 2
-_LENGTHS: Final = (5, 66, 12, 3, 9, 62, 7, 2)  # one lies past a block of keys, one crosses it
+_LENGTHS: Final = (5, 66, 62, 3, 9, 12, 7, 2)  # one lies past a block of keys, one crosses it
+_PLAIN: Final = (0, 0)  # depths of the steps of a lane that does not draft
+_SPECULATIVE: Final = (2, 1, 0)  # and of one that does: verify, step on from what was kept, plain
+_CASES: Final = 3  # of row i the first i % 3 drafts of the first step are right
+_NO_RECEIPT: Final = Receipt((), 0.0, 0.0)
 
 Transcript = list[NDArray[np.float32]]
 
 
-def probe_tile(net: nn.Module) -> int | None:
-    """Return the smallest tile whose products give the same bits at every place and width.
+class Trace:
+    """What one row saw in a run.
 
-    None when no tile does; rows then differ between widths by rounding.
+    Args:
+        steps: Of each step the logits that every committed token was chosen from.
+        drafted: The head's own logits.
     """
-    weights: dict[tuple[int, ...], mx.array] = {}
-    arrays: dict[str, mx.array] = dict(tree_flatten(net.parameters()))
-    for array in arrays.values():
-        if array.ndim == 2 and array.dtype == mx.float32:
-            weights.setdefault(array.shape, array)
-    for tile in TILES:
-        if all(_tile_holds(weight, tile) for weight in weights.values()):
-            return tile
-    return None
+
+    def __init__(self) -> None:
+        self.steps: list[Transcript] = []
+        self.drafted: Transcript = []
+
+    @property
+    def logits(self) -> Transcript:
+        """The logits of all steps."""
+        return [logits for step in self.steps for logits in step]
 
 
 class LaneChecker:
-    """Checks the geometries of one trunk; what B1 gives is worked out once for all of them."""
+    """Checks the geometries of one trunk; what B1 gives is worked out once for all of them.
 
-    def __init__(self, trunk: Trunk, dtype: str) -> None:
+    Args:
+        bound: The largest logit difference from B1 that is rounding (`rounding`).
+        widest: Rows of the widest geometry that will be checked.
+        head: The head whose lanes are checked, or None for target-only lanes.
+    """
+
+    def __init__(self, trunk: Trunk, bound: float, widest: int, head: Head | None = None) -> None:
         self._trunk = trunk
-        self._prompts = _prompts(trunk.vocab_size)
-        self._alone = _transcripts(trunk, self._prompts, 1)
-        self._bound = BOUNDS.get(dtype, PACKED_BOUND)
+        self._head = head
+        self._bound = bound
+        self._depths = _PLAIN if head is None else _SPECULATIVE
+        prompts = _prompts(trunk.vocab_size)[: self._rows_at(widest)]
+        lane = ArLane(trunk, 1, "", _NO_RECEIPT, ON_HOST, head)
+        self._rows = [_read(lane, str(i), prompt) for i, prompt in enumerate(prompts)]
+        # The most a row can commit in the steps: every draft, and one token more in each.
+        steps = len(self._depths) + (0 if head is None else _CASES - 1)
+        traces = self._run(self._rows, 1, (0,) * steps, None)
+        self._alone = [trace.logits for trace in traces]
 
     def check(self, lane_name: str, geometry: int) -> Receipt:
         """Check one geometry.
@@ -65,98 +88,217 @@ class LaneChecker:
             LaneRefused: Naming the check that failed and what was seen.
         """
         began = time.perf_counter()
-        together = self._alone[:1]
-        if geometry > 1:
-            together = _transcripts(self._trunk, self._prompts[:geometry], geometry)
-        difference = max(map(_apart, together, self._alone))
-        found = f"{difference:.3g} of {self._bound:.3g} allowed"
-        checks = (
-            _finite(together),
-            self._isolation(geometry, together),
-            Check("against B1", difference <= self._bound, found),
-        )
+        rows = self._rows[: self._rows_at(geometry)]
+        seen = self._run(rows, geometry, self._depths, self._answers())
+        differences = self._differences(seen)
+        checks = [_finite(seen), self._isolation(rows, geometry, seen[0])]
+        names = ("against B1",) if self._head is None else _CHECKS
+        for at, name in enumerate(names):
+            worst = max(differences[at :: len(names)])
+            found = f"{worst:.3g} of {self._bound:.3g} allowed"
+            checks.append(Check(name, worst <= self._bound, found))
         for check in checks:
             if not check.passed:
                 raise LaneRefused(lane_name, check.name, check.found)
-        return Receipt(checks, difference, round(time.perf_counter() - began, 3))
+        seconds = round(time.perf_counter() - began, 3)
+        return Receipt(tuple(checks), max(differences), seconds)
 
-    def _isolation(self, geometry: int, before: Sequence[Transcript]) -> Check:
+    def _rows_at(self, geometry: int) -> int:
+        return geometry if self._head is None else max(geometry, _CASES)
+
+    def _answers(self) -> dict[str, list[int]]:
+        """Return what each row goes on with, whatever the run that is checked would choose."""
+        return {
+            row.key: [row.generated[0], *(int(logits.argmax()) for logits in alone)]
+            for row, alone in zip(self._rows, self._alone, strict=True)
+        }
+
+    def _differences(self, seen: Sequence[Trace]) -> list[float]:
+        """Return each step's largest difference of any row from B1, token by token."""
+        worst = [0.0] * len(self._depths)
+        for trace, alone in zip(seen, self._alone, strict=False):
+            at = 0
+            for step, logits in enumerate(trace.steps):
+                worst[step] = max(worst[step], _apart(logits, alone[at : at + len(logits)]))
+                at += len(logits)
+        return worst
+
+    def _isolation(self, rows: Sequence[Row], geometry: int, before: Trace) -> Check:
         """Change every neighbour of the first row, and its slot; its bits must stay."""
-        others = [tuple(reversed(prompt)) for prompt in self._prompts[1:geometry]]
-        changed = _transcripts(self._trunk, [*others, self._prompts[0]], geometry)[-1]
-        apart = _apart(changed, before[0])
-        return Check("row isolation", apart == 0.0, f"largest difference {apart:.3g}")
+        if geometry == 1:
+            return Check("row isolation", True, "a lone row has no neighbours")
+        lane = ArLane(self._trunk, 1, "", _NO_RECEIPT, ON_HOST, self._head)
+        prompts = [tuple(reversed(row.context.prompt)) for row in rows[1:]]
+        others = [_read(lane, f"other {i}", prompt) for i, prompt in enumerate(prompts)]
+        answers = self._answers() | {row.key: [row.generated[0]] * 9 for row in others}
+        moved = self._run([*others, rows[0]], geometry, self._depths, answers)[-1]
+        apart = _apart(moved.logits, before.logits)
+        found = f"largest difference {apart:.3g}"
+        drafts = _apart(moved.drafted, before.drafted) if before.drafted else 0.0
+        if before.drafted:
+            found += f", of a draft {drafts:.3g}"
+        # A draft decides how many tokens a step commits and not which, so it may round.
+        return Check("row isolation", apart == 0.0 and drafts <= self._bound, found)
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        geometry: int,
+        depths: Sequence[int],
+        answers: dict[str, list[int]] | None,
+    ) -> list[Trace]:
+        """Step copies of rows whose prompts are read; without answers each goes its own way."""
+        recorder = _Recorder(self._trunk)
+        script = Script(answers or {})
+        lane = ArLane(recorder, geometry, "", _NO_RECEIPT, ON_HOST)
+        if self._head is not None and answers is not None:
+            chooser = HostChooser(script)
+            lane = MtpLane(recorder, geometry, "", _NO_RECEIPT, chooser, self._head)
+        copies = [row.copy() for row in rows]
+        groups = [copies] if geometry > 1 else [[row] for row in copies]
+        traces = {row.key: Trace() for row in copies}
+        for group in groups:
+            for depth in depths:
+                deltas = lane.step(group, depth)
+                logits = recorder.last.host()
+                for place, (row, delta) in enumerate(zip(group, deltas, strict=True)):
+                    first = recorder.last.layout.first[place]
+                    # A row that fails, on logits that are not finite, has gained nothing.
+                    kept = logits[first : first + max(1, len(delta.tokens))].copy()
+                    traces[row.key].steps.append(list(kept))
+                    if answers is not None and delta.tokens:
+                        row.generated[-1] = answers[row.key][len(row.generated) - 1]
+        for row in copies:
+            traces[row.key].drafted = script.drafted.get(row.key, [])
+            lane.close(row)
+        return [traces[row.key] for row in copies]
+
+
+# What the three steps of the script show.
+_CHECKS: Final = ("uneven acceptance", "rewind against recompute", "against B1")
+
+
+class Script:
+    """An `Acceptance` in which it is settled beforehand which drafts are right.
+
+    The head drafts in earnest, but what it drafts is recorded and not used. In the first step the
+    first n % 3 drafts of a row are right, where n is what its key ends in; later ones are wrong.
+    """
+
+    name = "script"
+
+    def __init__(self, answers: dict[str, list[int]]) -> None:
+        self._answers = answers
+        self.drafted: dict[str, Transcript] = {}
+
+    def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
+        """Draft what the script says, and keep the head's logits."""
+        self.drafted.setdefault(row.key, []).append(logits.copy())
+        token = self._answers[row.key][len(row.generated) + len(before)]
+        return Draft(token if len(before) < _right(row) else int(token == 0))
+
+    def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
+        """Accept what the script says."""
+        right, begin = min(_right(row), len(drafts)), len(row.generated)
+        tokens = self._answers[row.key][begin : begin + right + 1]
+        for token in tokens:
+            row.commit(token)
+        return Verdict(tokens, [], right)
+
+
+def _right(row: Row) -> int:
+    return int(row.key[-1]) % _CASES if len(row.generated) == 1 else 0
+
+
+def rounding(card: ModelCard) -> float:
+    """Return the largest logit difference that a model's type explains on its device."""
+    if card.dtype == "float32" and card.device == "gpu":
+        return _TENSOR_FLOAT_BOUND
+    return BOUNDS.get(card.dtype, _PACKED_BOUND)
+
+
+def check_golden(head: Head, trunk: Trunk, folder: Path, bound: float) -> Check:
+    """Compare a head with the values its trainer recorded, hidden states in and out.
+
+    Raises:
+        LaneRefused: When they differ by more than the type's bound.
+    """
+    golden = np.load(folder / "golden.npz")
+    worst = 0.0
+    for name in golden.files:
+        case, _, root = name.removesuffix("_g").rpartition("_")
+        if name.endswith("_g"):
+            tokens, hidden = golden[f"{case}_tokens"], golden[f"{case}_hidden"]
+            found = _recursion(head, trunk, hidden, tokens, int(root), golden[name])
+            worst = max(worst, float(np.abs(found - golden[name]).max()))
+    check = Check("golden head", worst <= bound, f"{worst:.3g} of {bound:.3g} allowed")
+    if not check.passed:
+        raise LaneRefused("mtp", check.name, check.found)
+    return check
+
+
+def _recursion(
+    head: Head,
+    trunk: Trunk,
+    hidden: NDArray[np.float32],
+    tokens: NDArray[np.int32],
+    root: int,
+    golden: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Read up to a position and draft greedily from there; return the hidden states of each."""
+    slots = trunk.new_row()
+    one = Layout([1])
+    head.read(slots, 0, mx.array(hidden[:root]), tokens[1 : root + 1].tolist())
+    states = head.step(
+        slots,
+        slots.drafted,
+        one,
+        mx.array(hidden[root : root + 1]),
+        mx.array(tokens[root + 1 : root + 2]),
+    )
+    slots.drafted[0] += 1
+    found = [np.array(states.astype(mx.float32))[0]]
+    for depth in range(1, len(golden)):
+        at = np.array(head.logits(states).astype(mx.float32))[0].argmax()
+        drafted = int(at if head.ids is None else head.ids[at])
+        lengths = [slots.drafted[0] + depth - 1]
+        states = head.step(slots, lengths, one, states, mx.array([drafted]))
+        found.append(np.array(states.astype(mx.float32))[0])
+    return np.stack(found)
 
 
 def _apart(ours: Transcript, theirs: Transcript) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def _finite(transcripts: Sequence[Transcript]) -> Check:
-    bad = sum(not np.isfinite(step).all() for rows in transcripts for step in rows)
+def _finite(traces: Sequence[Trace]) -> Check:
+    bad = sum(not np.isfinite(logits).all() for trace in traces for logits in trace.logits)
     return Check("finite logits", bad == 0, f"{bad} steps with a non-finite logit")
 
 
-def _transcripts(
-    trunk: Trunk, prompts: Sequence[tuple[int, ...]], geometry: int
-) -> list[Transcript]:
-    """Run greedy rows at a geometry and return each row's logits, step by step."""
-    recorder = _Recorder(trunk)
-    lane = ArLane(recorder, geometry, "", Receipt((), 0.0, 0.0))
-    sampling = Sampling(temperature=0)
-    rows = [
-        lane.open(str(i), RowContext(p, sampling, 0, _STEPS + 1, frozenset()))
-        for i, p in enumerate(prompts)
-    ]
-    for row in rows:
-        lane.prefill(row, len(row.context.prompt))
-    groups = [rows] if geometry > 1 else [[row] for row in rows]
-    out: list[Transcript] = [[] for _ in rows]
-    for group in groups:
-        for _ in range(_STEPS):
-            lane.step(group, 0)
-            for place, row in enumerate(group):
-                out[rows.index(row)].append(recorder.last[place].copy())
-    for row in rows:
-        lane.close(row)
-    return out
+def _read(lane: ArLane, key: str, prompt: tuple[int, ...]) -> Row:
+    """Return a greedy row whose prompt is read."""
+    row = lane.open(key, RowContext(prompt, Sampling(temperature=0), 0, 99, frozenset()))
+    lane.prefill(row, len(prompt))
+    return row
 
 
 class _Recorder:
-    """A trunk that remembers the logits of its last step."""
+    """A trunk that remembers its last step."""
+
+    last: Pass
 
     def __init__(self, trunk: Trunk) -> None:
         self._trunk = trunk
-        self.last: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trunk, name)
 
-    def step(self, slots: Any, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self.last = self._trunk.step(slots, tokens)
+    def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        self.last = self._trunk.step(slots, layout, tokens)
         return self.last
 
 
 def _prompts(vocab_size: int) -> list[tuple[int, ...]]:
     rng = np.random.default_rng(8)
     return [tuple(map(int, rng.integers(0, vocab_size, n))) for n in _LENGTHS]
-
-
-def _tile_holds(weight: mx.array, tile: int) -> bool:
-    """Try one row at every place of every width that this tile leads to."""
-    widths = sorted({-(-g // tile) * tile for g in GEOMETRIES} | {2 * tile})
-    rng = np.random.default_rng(3)
-    others = rng.standard_normal((widths[-1], weight.shape[1]), dtype=np.float32)
-    probe = rng.standard_normal(weight.shape[1], dtype=np.float32)
-
-    reference = None
-    for width in widths:
-        for place in range(width):
-            rows = others[:width].copy()
-            rows[place] = probe
-            bits = np.array(mx.array(rows) @ weight.T)[place]
-            if reference is None:
-                reference = bits
-            elif not np.array_equal(bits, reference):
-                return False
-    return True

@@ -5,70 +5,126 @@ wider lanes need rows side by side, which these caches cannot hold.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
-from numpy.typing import NDArray
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..runtime.errors import ModelError
-from .ragged import RowSlots
+from .halves import halves
+from .ragged import Layout, Pass, RowSlots, SlotMaker
+from .stock import run_halves
+
+_CHECKPOINTED: Final = (KVCache, ArraysCache)
 
 
 class CachedRow(RowSlots):
-    """One row's state in the model's own caches; it has no slots to move between."""
+    """One row's state in the model's own caches; it has no slots to move between.
 
-    def __init__(self, caches: list[Any]) -> None:
-        super().__init__(1, 0)
+    A recurrent state cannot be cut back, so a pass of several positions leaves a checkpoint:
+    what is kept in part goes back to it, and the kept tokens run again before the next pass.
+    """
+
+    def __init__(self, caches: list[Any], head_layers: int) -> None:
+        super().__init__(1, head_layers)
         self.caches = caches
+        self.again: list[int] = []  # kept tokens the caches have not read
+        self._fresh: list[int] = []  # tokens of the last pass
+        self._checkpoint: list[Any] = []
+
+    def copy(self) -> "CachedRow":
+        """Return a copy of the row, caches included."""
+        twin = CachedRow(deepcopy(self.caches), 0)
+        twin.again = list(self.again)
+        own = super().copy()
+        twin.lengths, twin.drafted, twin.capacity = own.lengths, own.drafted, own.capacity
+        twin.keys, twin.values = own.keys, own.values
+        return twin
+
+    def begin(self, tokens: list[int]) -> None:
+        """Note a pass of `tokens`, those that run again included."""
+        self._fresh = tokens
+        if len(tokens) > 1:
+            self._checkpoint = [_state(cache) for cache in self.caches]
+
+    def advance(self, slot: int, kept: int) -> None:
+        """Keep the first `kept` of the last pass's new positions; see `RowSlots.advance`."""
+        self.lengths[slot] += kept
+        keeping = len(self.again) + kept
+        self.again = []
+        if keeping < len(self._fresh):
+            for cache, state in zip(self.caches, self._checkpoint, strict=True):
+                _restore(cache, state)
+            self.again = self._fresh[:keeping]
 
 
-class SoloTrunk:
+class SoloTrunk(SlotMaker):
     """An mlx-lm model as it is, one row a pass."""
 
     arithmetic = "stock"
     prefill_tile = 512
 
     def __init__(self, net: nn.Module, vocab_size: int) -> None:
+        super().__init__(0)
         self._net: Any = net
+        self.halves = halves(net)
         self.vocab_size = vocab_size
 
     def tile_for(self, rows: int) -> int:
         """Return 1: products have the shape the row has."""
         return 1
 
-    def new_row(self) -> RowSlots:
-        """Return a row with fresh caches."""
-        return CachedRow(make_prompt_cache(self._net))
-
     def new_slots(self, count: int) -> RowSlots:
-        """Return a row; there are no wider slots.
+        """Return a row with fresh caches; there are no wider slots.
 
         Raises:
             ModelError: When more than one is asked for.
         """
         if count != 1:
             raise ModelError(f"this model's caches cannot hold {count} rows side by side")
-        return self.new_row()
+        return CachedRow(make_prompt_cache(self._net), self.head_layers)
 
-    def prefill(
-        self, slots: RowSlots, tokens: Sequence[int], *, want: str
-    ) -> NDArray[np.float32] | None:
+    def prefill(self, slots: RowSlots, tokens: Sequence[int], *, want: str) -> Pass:
         """Read one tile; see `Trunk.prefill`."""
-        logits = self._run(slots, tokens)
+        passed = self._run(slots, list(tokens), want)
         slots.lengths[0] += len(tokens)
-        if want == "none":
-            return None
-        return logits if want == "all" else logits[-1:]
+        return passed
 
-    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Run one token; see `Trunk.step`."""
-        return self._run(slots, tokens)
-
-    def _run(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        """Run a few tokens; see `Trunk.step`."""
         assert isinstance(slots, CachedRow)
-        logits = self._net(mx.array([list(tokens)]), cache=slots.caches)[0].astype(mx.float32)
-        mx.eval(logits, [cache.state for cache in slots.caches])
-        return np.array(logits, copy=False)
+        again = len(slots.again)
+        fresh: list[int] = tokens.tolist()  # type: ignore[assignment]
+        every = slots.again + fresh
+        slots.begin(every)
+        passed = self._run(slots, every, "all")
+        assert passed.logits is not None
+        hidden = None if passed.hidden is None else passed.hidden[again:]
+        return Pass(slots, layout, hidden, passed.logits[again:])
+
+    def _run(self, slots: RowSlots, tokens: list[int], want: str) -> Pass:
+        assert isinstance(slots, CachedRow)
+        inputs = mx.array([tokens])
+        passed = run_halves(self._net, slots, Layout([len(tokens)]), inputs, slots.caches, want)
+        mx.eval(passed.hidden, passed.logits, [cache.state for cache in slots.caches])
+        return passed
+
+
+def without_checkpoint(net: nn.Module) -> list[str]:
+    """Name the kinds of state of a model that a partly accepted draft could not be undone in."""
+    kinds = {type(cache) for cache in make_prompt_cache(net)} - set(_CHECKPOINTED)
+    return sorted(kind.__name__ for kind in kinds)
+
+
+def _state(cache: Any) -> Any:
+    """Remember a cache; arrays are never written in place by a recurrence, so a list will do."""
+    return cache.offset if isinstance(cache, KVCache) else list(cache.cache)
+
+
+def _restore(cache: Any, state: Any) -> None:
+    if isinstance(cache, KVCache):
+        cache.offset = state
+    else:
+        cache.cache = list(state)

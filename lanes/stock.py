@@ -9,13 +9,12 @@ from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from numpy.typing import NDArray
 
-from .ragged import Frame, RowSlots, SlotMaker, StepCache
+from .halves import halves
+from .ragged import Frame, Layout, Pass, RowSlots, SlotMaker, StepCache
 
-_SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
+SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
 
 
 class StockTrunk(SlotMaker):
@@ -26,6 +25,7 @@ class StockTrunk(SlotMaker):
 
     def __init__(self, net: nn.Module, vocab_size: int) -> None:
         self._net: Any = net
+        self.halves = halves(net)
         super().__init__(len(make_prompt_cache(net)))
         self.vocab_size = vocab_size
 
@@ -33,39 +33,40 @@ class StockTrunk(SlotMaker):
         """Return 1: products have the shape the rows have."""
         return 1
 
-    def prefill(
-        self, slots: RowSlots, tokens: Sequence[int], *, want: str
-    ) -> NDArray[np.float32] | None:
+    def prefill(self, slots: RowSlots, tokens: Sequence[int], *, want: str) -> Pass:
         """Read one tile of a single row; see `Trunk.prefill`."""
-        logits = self._run(slots, mx.array([list(tokens)]), slots.lengths[0] + len(tokens))
+        layout = Layout([len(tokens)])
+        passed = self._run(slots, layout, mx.array(list(tokens)), want)
         slots.lengths[0] += len(tokens)
-        if want == "none":
-            mx.eval(slots.keys, slots.values)
-            return None
-        picked = logits[0] if want == "all" else logits[0, -1:]
-        return host_logits(picked, slots)
+        return passed
 
-    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Run one token a slot; see `Trunk.step`."""
-        logits = self._run(slots, mx.array(list(tokens))[:, None], max(slots.lengths) + 1)
-        return host_logits(logits[:, -1], slots)
+    def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        """Run a few tokens a slot; see `Trunk.step`."""
+        return self._run(slots, layout, tokens, "all")
 
-    def _run(self, slots: RowSlots, inputs: mx.array, needed: int) -> mx.array:
-        slots.reserve(needed)
-        frame = Frame(slots.lengths, inputs.shape[1], _SPAN_GRAIN)
-        caches = [StepCache(slots, layer, frame) for layer in range(self._layers)]
-        logits: mx.array = self._net(inputs, cache=caches)
-        return logits
+    def _run(self, slots: RowSlots, layout: Layout, tokens: mx.array, want: str) -> Pass:
+        slots.reserve(max(slots.lengths) + layout.most)
+        frame = Frame(slots.lengths, layout.most, SPAN_GRAIN)
+        caches = [StepCache(slots, layer, frame) for layer in range(self.layers)]
+        return run_halves(self._net, slots, layout, layout.spread(tokens), caches, want)
+
+
+def run_halves(
+    net: Any, slots: RowSlots, layout: Layout, tokens: mx.array, caches: Sequence[Any], want: str
+) -> Pass:
+    """Run a model on tokens [slots, positions], for the logits that are wanted and no others."""
+    parts = halves(net)
+    if parts is None:
+        logits = layout.pack(net(tokens, cache=caches))
+        picked = {"none": None, "last": logits[-1:], "all": logits}[want]
+        return Pass(slots, layout, None, picked)
+    hidden = layout.pack(parts.body(tokens, list(caches)))
+    if want == "none":
+        return Pass(slots, layout, hidden, None)
+    return Pass(slots, layout, hidden, parts.output(hidden if want == "all" else hidden[-1:]))
 
 
 def foreign_caches(net: nn.Module) -> list[str]:
     """Name the kinds of state a model keeps besides plain keys and values."""
     kinds = {type(cache) for cache in make_prompt_cache(net)} - {KVCache}
     return sorted(kind.__name__ for kind in kinds)
-
-
-def host_logits(logits: mx.array, slots: RowSlots) -> NDArray[np.float32]:
-    """Evaluate a pass and return its logits to the host without a copy where memory is shared."""
-    out = logits.astype(mx.float32)
-    mx.eval(out, slots.keys, slots.values)
-    return np.array(out, copy=False)

@@ -42,6 +42,11 @@ class Sampling(msgspec.Struct, frozen=True):
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens can never be chosen."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class RowContext(msgspec.Struct, frozen=True):
     """Everything a lane and the scheduler need to know of one row.

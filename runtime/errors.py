@@ -7,6 +7,8 @@ PacelineError
 +-- RowError            one row cannot go on; its neighbours can
 +-- SettingsError       a setting is unknown, malformed or at odds with another
 +-- ModelError          the model cannot be had or cannot do what is asked of it
+|   +-- HeadRefused     the model's MTP head cannot be used
+|   |   +-- NoHead      the model has none, or none that can be used with it
 |   +-- LaneRefused     a lane failed a check at load and is not installed
 +-- OwnerDied           the model owner is gone; the process must be restarted
 """
@@ -68,6 +70,14 @@ class SettingsError(PacelineError):
 
 class ModelError(PacelineError):
     """The model cannot be found, read or run; the message says what to do."""
+
+
+class HeadRefused(ModelError):
+    """An MTP head is needed or present and cannot be used; the message says why."""
+
+
+class NoHead(HeadRefused):
+    """The model has no MTP head; a mode that can do without one goes on without."""
 
 
 class LaneRefused(ModelError):

@@ -1,7 +1,7 @@
 """Counters and histograms that /health and /metrics read; written on the trio side only."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -28,6 +28,12 @@ class Meter:
         self.queue_depth = 0
         self.steps = 0
         self.row_steps = 0
+        self.steps_by_depth: dict[int, int] = {}
+        self.drafting_rows = 0  # rows summed over steps that drafted for them
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self._reached: dict[int, int] = {}  # drafts at a depth whose forerunners were all accepted
+        self._accepted: dict[int, int] = {}
         self.tokens_committed = 0
         self.prompt_tokens = 0
         self.cohorts_sealed = 0
@@ -53,6 +59,31 @@ class Meter:
         self.steps += 1
         self.row_steps += width
         self.step_seconds += seconds
+
+    def saw_drafts(self, depth: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Count what a step drafted.
+
+        Args:
+            rows: Of each row how many tokens were drafted and how many of them accepted.
+        """
+        self.steps_by_depth[depth] = self.steps_by_depth.get(depth, 0) + 1
+        for drafted, accepted in rows:
+            self.drafting_rows += drafted > 0
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
+            for at in range(1, min(drafted, accepted + 1) + 1):
+                self._reached[at] = self._reached.get(at, 0) + 1
+                self._accepted[at] = self._accepted.get(at, 0) + (at <= accepted)
+
+    @property
+    def acceptance_by_depth(self) -> dict[int, float]:
+        """Share of drafts at each depth that were accepted once those before them were."""
+        return {at: self._accepted[at] / seen for at, seen in sorted(self._reached.items())}
+
+    @property
+    def mean_accepted(self) -> float | None:
+        """Drafts accepted per row and step that drafted; None before there was one."""
+        return self.accepted_tokens / self.drafting_rows if self.drafting_rows else None
 
     def saw_read(self, tokens: int, seconds: float) -> None:
         """Count prompt tokens read."""

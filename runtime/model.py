@@ -10,12 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.utils import _get_classes as get_classes
 from mlx_lm.utils import load_model
 
 from .errors import ModelError
 from .starter import NAME as STARTER_NAME
 from .starter import ensure_starter
 
+HEAD_PREFIXES: Final = ("mtp.", "model.mtp.")  # tensors of an MTP head in a checkpoint
 DEFAULT_CONTEXT: Final = 8192  # for a configuration that names none
 _DTYPES: Final = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -117,7 +119,7 @@ def load(path: Path, dtype: str, device: str, context: int, served_name: str) ->
     """
     chosen = choose_device(device)
     try:
-        net, config = load_model(path)
+        net, config = load_model(path, get_model_classes=_classes)
     except (FileNotFoundError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"model in {path} cannot be loaded: {line}") from None
@@ -126,6 +128,26 @@ def load(path: Path, dtype: str, device: str, context: int, served_name: str) ->
         _unpack(net, target)
     mx.eval(net.parameters())
     return LoadedModel(net, _card(path, net, config, why, chosen, context, served_name))
+
+
+def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a family's model and arguments; the model takes a checkpoint with a head in it.
+
+    Most families of mlx-lm would not load `mtp.*`; lanes/heads reads them.
+    """
+    family, arguments = get_classes(config)
+
+    def make(args: Any) -> nn.Module:
+        net: nn.Module = family(args)
+        plain = getattr(net, "sanitize", dict)
+        net.sanitize = lambda weights: {
+            name: array
+            for name, array in plain(weights).items()
+            if not name.startswith(HEAD_PREFIXES)
+        }
+        return net
+
+    return make, arguments
 
 
 def save_unpacked(source: Path, target: Path, end_token: int) -> None:

@@ -53,7 +53,11 @@ DEFAULT_PRESET: Final = Preset.LATENCY
 EXPERIMENTAL: Final = frozenset({Mode.MTP_COHORT_EXPERIMENTAL})
 
 # What this build can run; the other modes are refused at start, never run as something else.
-INSTALLED: Final = (Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH)
+INSTALLED: Final = (Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH, Mode.MTP_BATCH)
+
+# Modes that are nothing without drafts, and those that never draft.
+MUST_DRAFT: Final = frozenset({Mode.MTP_BATCH, Mode.MTP_COHORT_EXPERIMENTAL, Mode.HYPER})
+NEVER_DRAFT: Final = frozenset({Mode.AR_BATCH})
 
 NUMERICS_MODES: Final = frozenset({Mode.MTP_BATCH, Mode.MTP_COHORT_EXPERIMENTAL})
 

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
-CHOOSE: Final = 0  # purpose: choosing the token of a position
+# Purposes: what a position's noise is for. Draws that must be independent of each other differ
+# in it; a coupled draft shares CHOOSE with the choice it foretells.
+CHOOSE: Final = 0  # choosing the token of a position
+DRAFT: Final = 1  # drafting it, under rejection sampling
+ACCEPT: Final = 2  # accepting the draft
+RESIDUAL: Final = 3  # choosing another token in a rejected draft's place
 
 # 32 random bits a token: u lies in [2^-33, 1 - 2^-33], so Gumbel noise has hard bounds.
 GUMBEL_MAX: Final = float(-np.log(-np.log1p(-(2.0**-33))))
@@ -38,6 +43,11 @@ def token_bits(key: tuple[int, int], tokens: NDArray[np.uint32]) -> NDArray[np.u
     bits ^= np.uint32(key[1])
     _mix32(bits)
     return bits
+
+
+def uniform(key: tuple[int, int]) -> float:
+    """Return the one number in [0, 1) that a key stands for, with 53 random bits."""
+    return (key[1] << 21 | key[0] >> 11) * 2.0**-53
 
 
 def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float64]:

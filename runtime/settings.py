@@ -70,6 +70,17 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         float,
         _help("share of a turn that reading prompts may take while rows decode", ge=0.05, le=0.95),
     ] = 0.5
+    mtp: Annotated[
+        bool, _help("draft with the model's MTP head, where the mode drafts and there is one")
+    ] = True
+    speculative_depth: Annotated[
+        Literal["auto", 0, 1, 2, 3, 4],
+        _help("tokens drafted a step; auto: what pays by measured acceptance and cost"),
+    ] = "auto"
+    acceptance: Annotated[
+        Literal["coupled", "rejection"],
+        _help("coupled: same tokens by seed at every depth; rejection: accepts more when hot"),
+    ] = "coupled"
     numerics: Annotated[
         Literal["throughput", "balanced", "b1-exact"],
         _help("arithmetic of the mtp batch lanes"),
@@ -124,6 +135,11 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise SettingsError(clash[1])
 
     @property
+    def fixed_depth(self) -> int | None:
+        """The depth of every step, or None for auto."""
+        return None if self.speculative_depth == "auto" else self.speculative_depth
+
+    @property
     def pace(self) -> modes.Pace:
         """The four scheduling numbers: explicit where set, else the preset's."""
         preset = PRESETS[self.preset]
@@ -149,6 +165,16 @@ def _clash(args: ServerArgs) -> tuple[tuple[str, ...], str] | None:
         return ("numerics",), (
             f"numerics={args.numerics!r} needs scheduler_mode {allowed}, not {mode.value!r}"
         )
+    if not args.mtp and mode in modes.MUST_DRAFT:
+        return ("mtp",), (
+            f"mtp=False cannot be used with scheduler_mode {mode.value!r}, which drafts; "
+            "use serial, cooperative or ar_batch"
+        )
+    if not args.mtp or mode in modes.NEVER_DRAFT:
+        why = "mtp=False" if not args.mtp else f"scheduler_mode {mode.value!r}, which never drafts"
+        for name in ("speculative_depth", "acceptance"):
+            if getattr(args, name) != DEFAULTS[name]:
+                return (name,), f"{name}={getattr(args, name)!r} cannot be used with {why}"
     if mode is Mode.HYPER:
         for name in modes.HYPER_REFUSES:
             if getattr(args, name):

@@ -12,7 +12,7 @@ from paceline.runtime import blas, log
 blas.preload()
 log.configure("error", "json")
 
-from paceline.lanes.install import Installed, install
+from paceline.lanes.install import Installed, Wanted, install
 from paceline.runtime.model import LoadedModel, find_model, load
 from paceline.runtime.modes import Mode
 from paceline.runtime.text import Text
@@ -44,4 +44,10 @@ def text(starter: LoadedModel) -> Text:
 
 @pytest.fixture(scope="session")
 def installed(starter: LoadedModel) -> Installed:
-    return install(starter, Mode.AR_BATCH, 8)
+    return install(starter, Wanted(Mode.AR_BATCH))
+
+
+@pytest.fixture(scope="session")
+def drafting(starter_path: Path) -> Installed:
+    """The speculative lanes, on a model of their own: a trunk takes its model over."""
+    return install(load(starter_path, "auto", "cpu", 0, ""), Wanted(Mode.MTP_BATCH))

@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from paceline.actors.core import Core
+from paceline.actors.depth import Depths
 from paceline.actors.engine import Engine
 from paceline.actors.house import House, Loaded, Served, keep_house
 from paceline.actors.messages import OwnerMessage, Turn
@@ -17,10 +18,14 @@ from paceline.actors.policies import make_policy
 from paceline.lanes.base import LaneSpec, Receipt, Row, RowDelta
 from paceline.lanes.geometry import GEOMETRIES, lane_name
 from paceline.runtime.context import RowContext, Sampling
+from paceline.runtime.modes import MUST_DRAFT
 from paceline.runtime.settings import ServerArgs
 
 STEP_S = 0.010
 READ_S = 0.001  # a prompt token
+DRAFT_S = 0.002  # a drafted token of every row of a step
+MAX_DEPTH = 4
+ACCEPTED = 2  # drafts of a step that are accepted
 TILE = 64
 WORD_BASE = 1000  # token WORD_BASE + n reads " wn"
 END = 2
@@ -41,12 +46,16 @@ class Wear:
 class FakeLane:
     """A lane whose row emits the tokens WORD_BASE, WORD_BASE + 1, ... unless a script says else.
 
-    A step takes STEP_S and a prompt token READ_S of virtual time, whatever the width.
+    A step takes STEP_S and a prompt token READ_S of virtual time, whatever the width; a draft
+    adds DRAFT_S and is accepted when it is among the first `ACCEPTED`.
     """
 
-    def __init__(self, geometry: int, wear: Wear, script: Callable[[Row], int] | None) -> None:
+    def __init__(
+        self, kind: str, geometry: int, wear: Wear, script: Callable[[Row], int] | None
+    ) -> None:
+        depth = MAX_DEPTH if kind == "mtp" else 0
         self.spec = LaneSpec(
-            lane_name("ar", geometry), "ar", geometry, "fake", "constant-shape", 1, TILE
+            lane_name(kind, geometry), kind, geometry, "fake", "constant-shape", 1, TILE, depth
         )
         self.receipt = Receipt((), 0.0, 0.0)
         self._wear = wear
@@ -72,18 +81,22 @@ class FakeLane:
         if self.fail_next is not None:
             raise self.fail_next
         self.step_widths.append(len(rows))
-        self._wear.seconds += STEP_S
-        return [self._next(row) for row in rows]
+        assert depth <= self.spec.max_depth
+        self._wear.seconds += STEP_S + depth * DRAFT_S
+        return [self._next(row, depth) for row in rows]
 
     def close(self, row: Row) -> None:
         self.open_rows.discard(row.key)
 
-    def _next(self, row: Row) -> RowDelta:
-        token = self._script(row)
-        if token < 0:
-            return RowDelta(row.key, error="scripted failure")
-        row.commit(token)
-        return RowDelta(row.key, (token,))
+    def _next(self, row: Row, depth: int = 0) -> RowDelta:
+        accepted = min(depth, ACCEPTED)
+        tokens = []
+        for _ in range(accepted + 1):
+            tokens.append(self._script(row))
+            if tokens[-1] < 0:
+                return RowDelta(row.key, error="scripted failure")
+            row.commit(tokens[-1])
+        return RowDelta(row.key, tuple(tokens), drafted=depth, accepted=accepted)
 
 
 class InlineDevice:
@@ -173,11 +186,14 @@ async def stand(
 ) -> AsyncIterator[Stand]:
     """Open a real house over fake lanes in the current clock."""
     wear = Wear()
-    lanes = {lane_name("ar", g): FakeLane(g, wear, script) for g in GEOMETRIES}
+    kind = "mtp" if args.scheduler_mode in MUST_DRAFT else "ar"
+    lanes = {lane_name(kind, g): FakeLane(kind, g, wear, script) for g in GEOMETRIES}
     policy = make_policy(args.scheduler_mode, args.pace, args.prefill_share, TILE)
-    core = Core(policy)
+    core = Core(policy, kind, Depths(MAX_DEPTH if kind == "mtp" else 0, args.fixed_depth))
     loaded = Loaded()
-    loaded.served = Served("fake", "fake", "fake", "cpu", "constant-shape", context, 100_000, 1)
+    loaded.served = Served(
+        "fake", "fake", "fake", "cpu", "constant-shape", "none", context, 100_000, 1
+    )
     loaded.text = FakeText()  # type: ignore[assignment]
     loaded.lanes = tuple(lanes.values())
 

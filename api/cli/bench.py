@@ -33,6 +33,8 @@ class Cell(msgspec.Struct):
     gap_s_p50: float
     gap_s_p95: float
     gap_s_max: float
+    request_s_p50: float
+    request_s_p95: float
     errors: int
 
 
@@ -104,6 +106,7 @@ def _cell(name: str, width: int, rounds: list[Round]) -> Cell:
     speeds = [found.tokens_per_s for found in rounds]
     firsts = sorted(t for found in rounds for t in found.first_token_s)
     gaps = sorted(t for found in rounds for t in found.gap_s)
+    requests = sorted(t for found in rounds for t in found.request_s)
     return Cell(
         name,
         width,
@@ -115,6 +118,8 @@ def _cell(name: str, width: int, rounds: list[Round]) -> Cell:
         _rank(gaps, 0.5),
         _rank(gaps, 0.95),
         gaps[-1] if gaps else 0.0,
+        _rank(requests, 0.5),
+        _rank(requests, 0.95),
         sum(found.errors for found in rounds),
     )
 
@@ -126,7 +131,8 @@ def _rank(ordered: list[float], share: float) -> float:
 def _print(cells: list[Cell]) -> None:
     first = {cell.concurrency: cell.tokens_per_s for cell in reversed(cells)}
     table = Table(
-        "target", "requests", "tokens/s", "ratio", "first token p50/p95", "gap p50/p95/max"
+        *("target", "requests", "tokens/s", "ratio"),
+        *("first token p50/p95", "gap p50/p95/max", "request p50/p95"),
     )
     for cell in cells:
         table.add_row(
@@ -137,6 +143,7 @@ def _print(cells: list[Cell]) -> None:
             f"{cell.first_token_s_p50:.2f} / {cell.first_token_s_p95:.2f} s",
             " / ".join(f"{s * 1e3:.0f}" for s in (cell.gap_s_p50, cell.gap_s_p95, cell.gap_s_max))
             + " ms",
+            f"{cell.request_s_p50:.2f} / {cell.request_s_p95:.2f} s",
         )
     Console().print(table)
 

@@ -21,6 +21,7 @@ class Round(msgspec.Struct):
     tokens_per_s: float = 0.0
     first_token_s: list[float] = []
     gap_s: list[float] = []
+    request_s: list[float] = []
     errors: int = 0
 
 
@@ -61,6 +62,7 @@ def run_round(
         sum(stream.tokens for stream in good) / seconds,
         [stream.arrivals[0] - began for stream in good],
         [b - a for s in good for a, b in zip(s.arrivals, s.arrivals[1:], strict=False)],
+        [stream.ended - began for stream in good],
         len(streams) - len(good),
     )
 

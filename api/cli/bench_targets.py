@@ -26,7 +26,8 @@ _START_SECONDS: Final = 180.0
 _NEVER_ENDS: Final = 5  # a control token the starter model does not produce
 MLX_LM: Final = "mlx-lm"
 MLX_LM_PLAIN: Final = "mlx-lm-as-installed"
-KINDS: Final = (*(mode.value for mode in INSTALLED), MLX_LM, MLX_LM_PLAIN)
+SERIAL_PLAIN: Final = "serial-no-mtp"
+KINDS: Final = (*(mode.value for mode in INSTALLED), SERIAL_PLAIN, MLX_LM, MLX_LM_PLAIN)
 
 # mlx_lm.server behind the same BLAS as ours, for a comparison of the servers alone.
 _WITH_BLAS: Final = (
@@ -66,9 +67,10 @@ def spawn(kind: str, model: str) -> Iterator[Target]:
         command = [sys.executable, *start, "--model", folder, "--port", str(port)]
         name = folder
     else:
+        mode = ("serial", "--no-mtp") if kind == SERIAL_PLAIN else (kind,)
         command = [
             *(sys.executable, "-m", "paceline.api.cli.main", "serve", "--model", model),
-            *("--scheduler-mode", kind, "--port", str(port), "--log-level", "warning"),
+            *("--port", str(port), "--log-level", "warning", "--scheduler-mode", *mode),
         ]
         name = "default"
     with tempfile.TemporaryFile() as log:

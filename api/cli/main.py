@@ -22,7 +22,7 @@ from ...runtime.errors import (
 class House(click.Group):
     """Commands in the order a newcomer needs them, each imported only when it is used."""
 
-    names = ("serve", "health", "models", "pull", "config", "doctor", "bench")
+    names = ("serve", "health", "models", "pull", "config", "doctor", "inspect", "bench")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name the commands."""
@@ -90,10 +90,15 @@ def _say(error: Any, status: int) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; at once when a device thread is stuck inside MLX, which aborts a normal exit."""
+    """Exit; at once where MLX would abort a normal exit.
+
+    It does when a device thread is stuck inside it, or when an error keeps arrays alive beyond
+    the thread that made them.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.name == "paceline-device" for thread in threading.enumerate()):
+    stuck = any(thread.name == "paceline-device" for thread in threading.enumerate())
+    if stuck or (status and "mlx.core" in sys.modules):
         os._exit(status)
     sys.exit(status)
 

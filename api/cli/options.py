@@ -44,7 +44,7 @@ def _metavar(kind: Any) -> str:
     if isinstance(kind, EnumType):
         return "|".join(str(member.value) for member in kind)  # type: ignore[var-annotated]
     if get_origin(kind) is Literal:
-        return "|".join(get_args(kind))
+        return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
         return "A,B,..."
     return {int: "N", float: "X"}.get(kind, "TEXT")

@@ -3,6 +3,7 @@
 from tests.fakes import TILE, row_context
 
 from paceline.actors.core import Core, Outcome
+from paceline.actors.depth import Depths
 from paceline.actors.messages import Admit, Admitted, CohortSealed, Grant, Lease, Leave, Tokens
 from paceline.actors.policies import make_policy
 from paceline.lanes.base import RowDelta
@@ -10,7 +11,7 @@ from paceline.runtime.modes import PRESETS, Mode, Preset
 
 
 def _core(mode: Mode = Mode.AR_BATCH) -> Core:
-    return Core(make_policy(mode, PRESETS[Preset.LATENCY], 0.5, TILE))
+    return Core(make_policy(mode, PRESETS[Preset.LATENCY], 0.5, TILE), "ar", Depths(0))
 
 
 def _admit(core: Core, name: str, epoch: int, prompt: int = 1, budget: int = 9) -> Lease:

@@ -25,7 +25,7 @@ _OPS = st.lists(
     ),
     max_size=40,
 )
-_MODES = st.sampled_from([Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH])
+_MODES = st.sampled_from([Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH, Mode.MTP_BATCH])
 _FAILING_PROMPT = 13  # a prompt of this length fails at its third token
 _STALL_S = 5.0
 
@@ -102,10 +102,11 @@ def _check(client: _Client) -> None:
     undisturbed = not client.stalled and not client.left
     if undisturbed and not client.fails:
         assert client.ends == 1
-        assert client.seen == [f" w{i}" for i in range(client.budget)]
+        assert "".join(client.seen) == "".join(f" w{i}" for i in range(client.budget))
     if undisturbed and client.fails:
         assert client.ends == 0
-        assert client.seen == [" w0", " w1"]
+        # What a step had chosen before it failed is lost with it.
+        assert "".join(client.seen) in (" w0", " w0 w1")
     assert client.ends <= 1
 
 

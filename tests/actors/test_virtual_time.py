@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import trio
 import trio.testing
-from tests.fakes import READ_S, STEP_S, TILE, Stand, row_context, stand
+from tests.fakes import DRAFT_S, READ_S, STEP_S, TILE, Stand, row_context, stand
 
 from paceline.actors.request import Ended, Finished, Generation, Piece
 from paceline.runtime.modes import Mode
@@ -161,3 +161,50 @@ async def test_geometry_follows_the_rows(autojump_clock: trio.testing.MockClock)
     assert widths["ar-b1"] == {1}
     assert widths["ar-b3"] == {2, 3}
     assert widths["ar-b8"] == {4, 5}
+
+
+async def test_a_speculative_step_hands_out_all_it_accepted(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """At depth 3 of which two are accepted, 8 rows of 22 tokens take seven steps, to the digit."""
+    args = ServerArgs(scheduler_mode=Mode.MTP_BATCH, batch_wait_ms=1000, speculative_depth=3)
+    times: dict[str, list[float]] = defaultdict(list)
+    async with stand(args) as place:
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for i in range(8):
+                nursery.start_soon(_arrivals, place, f"r{i}", 1, 22, times)
+        ends = {round(t[-1] - began, 9) for t in times.values()}
+        meter = place.house.meter
+        step_s = STEP_S + 3 * DRAFT_S
+        assert ends == {round(8 * READ_S + 7 * step_s, 9)}
+        assert place.lanes["mtp-b8"].step_widths == [8] * 7
+        assert (meter.active_lane, meter.batch_histogram) == ("mtp-b8", {8: 1})
+        assert meter.acceptance_by_depth == {1: 1.0, 2: 1.0, 3: 0.0}
+        assert (meter.mean_accepted, meter.steps_by_depth) == (2.0, {3: 7})
+        assert meter.tokens_committed == 8 * 22
+
+
+async def test_a_budget_ends_a_row_inside_a_step(autojump_clock: trio.testing.MockClock) -> None:
+    """What a step accepted beyond the budget is not handed out, and counts nowhere."""
+    args = ServerArgs(scheduler_mode=Mode.MTP_BATCH, speculative_depth=4)
+    async with stand(args) as place:
+        actor = place.house.start(Generation("r", (row_context(1, 6),)))
+        text = "".join([e.text async for e in actor.events if isinstance(e, Piece)])
+        assert text == " w0 w1 w2 w3 w4 w5"
+        assert isinstance(actor.outcome, Finished)
+        assert actor.outcome.receipt.completion_tokens == 6
+        assert actor.outcome.receipt.accepted_tokens == 2 * actor.outcome.receipt.drafted_tokens / 4
+        assert place.house.meter.tokens_committed == 6
+
+
+async def test_auto_finds_the_depth_that_pays_in_this_mode(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Two drafts are accepted and each costs a fifth of a step: depth 2 is what most steps take."""
+    async with stand(ServerArgs(scheduler_mode=Mode.MTP_BATCH)) as place:
+        actor = place.house.start(Generation("r", (row_context(1, 600),)))
+        assert [e async for e in actor.events if isinstance(e, Ended)]
+        steps = place.house.meter.steps_by_depth
+    assert max(steps, key=lambda depth: steps[depth]) == 2
+    assert steps[2] > 0.9 * sum(steps.values())

@@ -122,6 +122,32 @@ async def test_health_proves_what_ran(
     assert 'paceline_cohorts_by_width_total{width="8"} 1.0' in metrics
 
 
+async def test_health_says_how_drafts_fared(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Acceptance by depth, steps by depth, and the same in the metrics and in the answer."""
+    settings = {"scheduler_mode": "mtp_batch", "batch_wait_ms": 1000, "speculative_depth": 3}
+    async with serving(**settings) as (client, _):
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 13}
+        answer = await (await _post(client, "/v1/chat/completions", body)).get_json()
+        health = await (await client.get("/health", headers=_LOCAL)).get_json()
+        metrics = await (await client.get("/metrics", headers=_LOCAL)).get_data(as_text=True)
+    told = health["scheduler"]["telemetry"]
+    assert told["acceptance_by_depth"] == {"1": 1.0, "2": 1.0, "3": 0.0}
+    assert (told["mean_accepted"], told["steps_by_depth"]) == (2.0, {"3": 4})
+    assert (told["drafted_tokens"], told["accepted_tokens"]) == (96, 64)
+    config = health["scheduler"]["config"]
+    assert (config["speculative_depth"], config["acceptance"], config["mtp"]) == (
+        3,
+        "coupled",
+        True,
+    )
+    assert isinstance(metrics, str)
+    assert "paceline_accepted_tokens_total 64.0" in metrics
+    assert 'paceline_steps_by_depth_total{depth="3"} 4.0' in metrics
+    assert (answer["paceline"]["drafted_tokens"], answer["paceline"]["accepted_tokens"]) == (96, 64)
+
+
 async def test_health_is_503_while_draining(
     serving: Serving, autojump_clock: trio.testing.MockClock
 ) -> None:

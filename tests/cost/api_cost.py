@@ -55,7 +55,9 @@ class PacedDevice:
                 for row in self._rows.values()
             )
             self.tokens += rows
-            publish(Turn(messages, (), rows, "ar-b8", 0.0, rows, 0, 0.0, rows, 0, "decoding"))
+            publish(
+                Turn(messages, (), rows, "ar-b8", 0.0, 0, (), rows, 0, 0.0, rows, 0, "decoding")
+            )
 
 
 def read_streams(port: int, streams: int, seconds: float) -> None:
@@ -82,7 +84,7 @@ async def measure(streams: int, pace: float, seconds: float) -> None:
     """Serve, let the streams settle, and count CPU and tokens over the middle."""
     args = ServerArgs(port=0, max_queue=10_000, log_level="error")
     loaded = Loaded()
-    loaded.served = Served("air", "air", "air", "cpu", "air", 8192, 100_000, 1)
+    loaded.served = Served("air", "air", "air", "cpu", "air", "none", 8192, 100_000, 1)
     loaded.text = FakeText()  # type: ignore[assignment]
     loaded.lanes = ()
     device = PacedDevice(pace)

@@ -74,7 +74,7 @@ def test_a_bad_setting_exits_with_2_and_one_line() -> None:
     assert "environment PACELINE_MAX_ACTIVE_REQUESTS" in _one_line(done)
 
 
-@pytest.mark.parametrize("mode", ["mtp_batch", "mtp_cohort_experimental", "hyper"])
+@pytest.mark.parametrize("mode", ["mtp_cohort_experimental", "hyper"])
 def test_a_mode_that_is_not_installed_exits_with_3(mode: str) -> None:
     """No other mode runs in its place."""
     done = _paceline("serve", "--scheduler-mode", mode)

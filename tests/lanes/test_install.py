@@ -1,45 +1,26 @@
 """Installing lanes: what is checked, what is refused, and that a refusal names its reason."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models import gemma3_text, llama, qwen2
-from numpy.typing import NDArray
+from mlx_lm.models import gemma3_text, qwen2
+from tests.lanes.tiny import CARD, VOCAB, tiny_llama
 
 from paceline.lanes.base import Trunk
-from paceline.lanes.install import Installed, install
+from paceline.lanes.install import Installed, Wanted, install
 from paceline.lanes.lockstep import LockstepTrunk, unsupported
-from paceline.lanes.ragged import RowSlots
+from paceline.lanes.ragged import Layout, Pass, RowSlots
 from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.stock import StockTrunk
+from paceline.lanes.tiles import Tiles
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused, ModelError
-from paceline.runtime.model import LoadedModel, ModelCard
+from paceline.runtime.model import LoadedModel
 from paceline.runtime.modes import Mode
-
-VOCAB = 512
-_CARD = ModelCard("tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0)
-
-
-def tiny_llama(**changes: object) -> nn.Module:
-    mx.random.seed(1)
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        **changes,
-    }
-    return llama.Model(llama.ModelArgs.from_dict(shape))
 
 
 class _Leaky:
@@ -49,11 +30,15 @@ class _Leaky:
 
     def __init__(self, inner: Trunk, leak: float, bias: float) -> None:
         self._inner = inner
+        self.halves = inner.halves
         self._leak = leak
         self._bias = bias
 
     def tile_for(self, rows: int) -> int:
         return 1
+
+    def add_head_layer(self) -> int:
+        return self._inner.add_head_layer()
 
     def new_row(self) -> RowSlots:
         return self._inner.new_row()
@@ -61,19 +46,15 @@ class _Leaky:
     def new_slots(self, count: int) -> RowSlots:
         return self._inner.new_slots(count)
 
-    def prefill(
-        self, slots: RowSlots, tokens: Sequence[int], *, want: str
-    ) -> NDArray[np.float32] | None:
+    def prefill(self, slots: RowSlots, tokens: Sequence[int], *, want: str) -> Pass:
         return self._inner.prefill(slots, tokens, want=want)
 
-    def step(self, slots: RowSlots, tokens: Sequence[int]) -> NDArray[np.float32]:
-        logits = self._inner.step(slots, tokens)
-        if len(logits) == 1:
-            return logits
-        mixed: NDArray[np.float32] = (
-            logits + np.float32(self._leak) * np.roll(logits, 1, axis=0) + np.float32(self._bias)
-        )
-        return mixed
+    def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        passed = self._inner.step(slots, layout, tokens)
+        if layout.total > 1:
+            assert passed.logits is not None
+            passed.logits += self._leak * mx.roll(passed.logits, 1, 0) + self._bias
+        return passed
 
 
 def _stock() -> StockTrunk:
@@ -98,20 +79,20 @@ def test_the_starter_model_has_the_same_bits_at_every_width(installed: Installed
 def test_a_lane_whose_rows_leak_is_refused() -> None:
     """A trace of one row in another fails isolation, and the refusal names the check."""
     with pytest.raises(LaneRefused, match="row isolation") as refused:
-        LaneChecker(_Leaky(_stock(), 1e-6, 0.0), "float32").check("ar-b3", 3)
+        LaneChecker(_Leaky(_stock(), 1e-6, 0.0), 2e-3, 3).check("ar-b3", 3)
     assert refused.value.lane == "ar-b3"
 
 
 def test_a_lane_far_from_b1_is_refused() -> None:
     """A wide lane whose logits differ by more than rounding is refused."""
     with pytest.raises(LaneRefused, match="against B1"):
-        LaneChecker(_Leaky(_stock(), 0.0, 0.1), "float32").check("ar-b8", 8)
+        LaneChecker(_Leaky(_stock(), 0.0, 0.1), 2e-3, 8).check("ar-b8", 8)
 
 
 def test_a_lane_that_is_not_finite_is_refused() -> None:
     """NaN in any step fails the lane."""
     with pytest.raises(LaneRefused, match="finite"):
-        LaneChecker(_Leaky(_stock(), 0.0, float("nan")), "float32").check("ar-b8", 8)
+        LaneChecker(_Leaky(_stock(), 0.0, float("nan")), 2e-3, 8).check("ar-b8", 8)
 
 
 def test_stock_lanes_pass_their_checks_on_another_family() -> None:
@@ -129,7 +110,7 @@ def test_stock_lanes_pass_their_checks_on_another_family() -> None:
             vocab_size=VOCAB,
         )
     )
-    found = install(LoadedModel(net, _CARD), Mode.AR_BATCH, 8)
+    found = install(LoadedModel(net, CARD), Wanted(Mode.AR_BATCH))
     assert found.arithmetic == "stock"
     assert "Llama" in found.why
     assert found.lanes[2].receipt.max_logit_difference < 2e-3
@@ -137,15 +118,15 @@ def test_stock_lanes_pass_their_checks_on_another_family() -> None:
 
 def test_a_lone_row_may_trade_its_bits_for_speed() -> None:
     """Without exact_widths B1 pads nothing, and differs from wider lanes by rounding at most."""
-    model = LoadedModel(tiny_llama(), _CARD)
-    lanes = install(model, Mode.AR_BATCH, 8, exact_widths=False).lanes
+    model = LoadedModel(tiny_llama(), CARD)
+    lanes = install(model, Wanted(Mode.AR_BATCH, exact_widths=False)).lanes
     assert lanes[0].spec.tile == 1
     assert all(lane.receipt.max_logit_difference < 1e-4 for lane in lanes)
 
 
 def test_narrow_settings_install_no_wide_lane() -> None:
     """With decode_batch_max 2 there is no B8 to check."""
-    found = install(LoadedModel(tiny_llama(), _CARD), Mode.AR_BATCH, 2)
+    found = install(LoadedModel(tiny_llama(), CARD), Wanted(Mode.AR_BATCH, 2))
     assert [lane.spec.geometry for lane in found.lanes] == [1, 3]
 
 
@@ -170,13 +151,13 @@ def _sliding() -> nn.Module:
 def test_a_model_with_other_caches_is_refused_where_rows_lie_side_by_side() -> None:
     """A sliding-window cache has no wide lane; the message names it and the modes that work."""
     with pytest.raises(ModelError, match=r"RotatingKVCache.*serial or cooperative"):
-        install(LoadedModel(_sliding(), _CARD), Mode.AR_BATCH, 8)
+        install(LoadedModel(_sliding(), CARD), Wanted(Mode.AR_BATCH))
 
 
 def test_a_model_with_other_caches_runs_alone() -> None:
     """At B1 any family runs on its own caches, and gives what mlx-lm gives past its window."""
     net = _sliding()
-    (lane,) = install(LoadedModel(net, _CARD), Mode.SERIAL, 8).lanes
+    (lane,) = install(LoadedModel(net, CARD), Wanted(Mode.SERIAL)).lanes
     prompt = tuple(range(3, 33))
     row = lane.open("r", RowContext(prompt, Sampling(temperature=0), 0, 20, frozenset()))
     lane.prefill(row, 1000)
@@ -189,7 +170,7 @@ def test_a_model_with_other_caches_runs_alone() -> None:
 def test_an_uninstalled_mode_is_refused() -> None:
     """A mode without lanes is an error that names those there are."""
     with pytest.raises(ModelError, match="serial, cooperative, ar_batch"):
-        install(LoadedModel(tiny_llama(), _CARD), Mode.HYPER, 8)
+        install(LoadedModel(tiny_llama(), CARD), Wanted(Mode.HYPER))
 
 
 def test_constant_shape_says_why_it_cannot() -> None:
@@ -208,14 +189,17 @@ def test_the_rebuilt_layers_compute_what_llama_computes(bias: bool) -> None:
     plain = tiny_llama(attention_bias=bias, mlp_bias=bias, tie_word_embeddings=False)
     tokens = list(range(1, 150))
     expected = np.array(plain(mx.array([tokens]))[0])
-    trunk = LockstepTrunk(tiny_llama_like(plain, bias), 8, 8, VOCAB)
+    trunk = LockstepTrunk(tiny_llama_like(plain, bias), Tiles(8, 16, 8), VOCAB)
     slots = trunk.new_row()
     for start in range(0, 128, 64):
         trunk.prefill(slots, tokens[start : start + 64], want="none")
-    for at in range(128, 149):
-        found = trunk.step(slots, [tokens[at]])[0]
-        slots.lengths[0] += 1
-        assert np.abs(found - expected[at]).max() < 1e-4
+    at = 128
+    while at < 149:
+        count = min(1 + at % 5, 149 - at)
+        found = trunk.step(slots, Layout([count]), mx.array(tokens[at : at + count])).host()
+        slots.advance(0, count)
+        assert np.abs(found - expected[at : at + count]).max() < 1e-4
+        at += count
 
 
 def tiny_llama_like(plain: nn.Module, bias: bool) -> nn.Module:

@@ -22,6 +22,8 @@ def _row(key: str, length: int) -> Row:
         values = mx.arange(length * _HEADS * _SIZE, dtype=mx.float32) + hash(key) % 97 + layer
         slots.append(
             layer,
+            slice(0, 1),
+            0,
             values.reshape(1, _HEADS, length, _SIZE),
             -values.reshape(1, _HEADS, length, _SIZE),
         )
@@ -129,3 +131,13 @@ def test_geometries_carry_their_rows() -> None:
     assert [geometry_for(n) for n in range(1, 9)] == [1, 3, 3, 8, 8, 8, 8, 8]
     with pytest.raises(ValueError, match="9 rows"):
         geometry_for(9)
+
+
+def test_what_a_head_has_read_moves_with_its_row() -> None:
+    """The head's own length goes into a slot, out of it, and into a copy."""
+    row, slots = _row("a", 5), RowSlots(3, _LAYERS)
+    row.slots.drafted[0] = 4
+    slots.place(1, row.slots)
+    assert slots.drafted == [0, 4, 0]
+    assert slots.extract(1).drafted == [4]
+    assert row.copy().slots.drafted == [4]

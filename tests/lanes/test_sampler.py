@@ -66,7 +66,7 @@ def test_the_lazy_draw_equals_noise_for_every_token(seed: int, temperature: floa
     key = noise.stream_key(seed, 3)
     bits = noise.token_bits(key, np.arange(len(logits), dtype=np.uint32))
     scores = logits.astype(np.float64) / temperature + noise.gumbel(bits)
-    drawn = sampler.draw(logits, Sampling(temperature=temperature), key)
+    drawn = sampler.pick(logits, Sampling(temperature=temperature), key)
     assert drawn == int(scores.argmax())
 
 
@@ -86,7 +86,7 @@ def test_draws_follow_the_filtered_softmax(asked: Sampling) -> None:
     kept = sorted(_plain_filter(logits, asked))
     weights = np.exp(logits[kept].astype(np.float64) / asked.temperature)
     expected = weights / weights.sum() * 20_000
-    draws = [sampler.draw(logits, asked, noise.stream_key(77, p)) for p in range(20_000)]
+    draws = [sampler.pick(logits, asked, noise.stream_key(77, p)) for p in range(20_000)]
     counts = np.bincount(draws, minlength=24)
     assert counts.sum() == counts[kept].sum(), "a filtered token was drawn"
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()

@@ -78,6 +78,11 @@ def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(
         ({"scheduler_mode": "hyper", "preset": "throughput"}, "preset"),
         ({"numerics": "balanced"}, "numerics"),
         ({"numerics": "b1-exact", "scheduler_mode": "ar_batch"}, "numerics"),
+        ({"scheduler_mode": "mtp_batch", "mtp": False}, "mtp"),
+        ({"scheduler_mode": "hyper", "mtp": False}, "mtp"),
+        ({"scheduler_mode": "ar_batch", "speculative_depth": 2}, "speculative_depth"),
+        ({"scheduler_mode": "ar_batch", "acceptance": "rejection"}, "acceptance"),
+        ({"mtp": False, "speculative_depth": 0}, "speculative_depth"),
         ({"host": "0.0.0.0"}, "host"),
     ],
 )
@@ -95,6 +100,15 @@ def test_what_contradicts_nothing_is_allowed() -> None:
     """hyper takes a wait of zero; a non-loopback address takes a key."""
     assert ServerArgs(scheduler_mode=Mode.HYPER, batch_wait_ms=0).pace.batch_wait_ms == 0
     assert ServerArgs(host="0.0.0.0", api_key=("k",)).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(("told", "fixed"), [("auto", None), ("0", 0), ("4", 4), (3, 3)])
+def test_depth_is_a_number_or_auto(told: object, fixed: int | None, tmp_path: Path) -> None:
+    """From text and from TOML alike; anything else is refused with what is allowed."""
+    settings = resolve({"speculative_depth": told}, {}, tmp_path / "none")
+    assert settings.args.fixed_depth == fixed
+    with pytest.raises(SettingsError, match="one of 0, 1, 2, 3, 4, auto"):
+        resolve({"speculative_depth": "5"}, {}, tmp_path / "none")
 
 
 def test_python_callers_are_checked_and_converted_too() -> None:

@@ -1,0 +1,163 @@
+"""Draft, verify, commit at one geometry: a head drafts, one pass of the model verifies all rows.
+
+A step at depth K: the head reads what was committed since it last drafted and drafts K tokens a
+row; the model computes K + 1 positions of every row in one pass; each row accepts its own drafts
+up to the first that the model would not have chosen, commits one token more, and forgets the keys
+and values behind that. Rows may accept different numbers, end inside a step, and join or leave
+between steps.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import mlx.core as mx
+import msgspec
+
+from .ar import ArLane, Seated
+from .base import Hidden, Receipt, RowDelta, Trunk
+from .choosing import Chooser, Column, Span
+from .head import LONG, Head
+from .reading import gathered, hear
+from .verify import Draft
+
+MAX_DEPTH: Final = 4
+
+
+class MtpLane(ArLane):
+    """Speculative decoding of up to `geometry` rows with a native MTP head."""
+
+    kind = "mtp"
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        geometry: int,
+        dtype: str,
+        receipt: Receipt,
+        chooser: Chooser,
+        head: Head,
+    ) -> None:
+        super().__init__(trunk, geometry, dtype, receipt, chooser, head)
+        self.spec = msgspec.structs.replace(self.spec, max_depth=MAX_DEPTH)
+        self._drafting = head
+
+    def _step(self, seated: Seated, depth: int) -> list[RowDelta]:
+        # A row near its budget drafts no more than it may still commit.
+        depths = [max(0, min(depth, row.left - 1)) for row in seated.rows]
+        drafter = Drafter(self._drafting, self.chooser, seated, depths)
+        drafter.run()
+        layout = seated.layout([1 + wanted for wanted in depths])
+        passed = self.trunk.step(seated.slots, layout, drafter.woven())
+        assert passed.hidden is not None
+        spans = [
+            Span(row, layout.first[place], drafts)
+            for row, place, drafts in zip(seated.rows, seated.places, drafter.drafts, strict=True)
+        ]
+        deltas = self.chooser.verify(passed, spans, [c.tokens for c in drafter.columns])
+        for span, place, delta in zip(spans, seated.places, deltas, strict=True):
+            seated.slots.advance(place, len(delta.tokens))
+            span.row.unheard.append(Hidden(passed.hidden, span.first, len(delta.tokens)))
+        return deltas
+
+
+class Drafter:
+    """Drafts for the rows of one step.
+
+    Args:
+        depths: How many tokens to draft for each row.
+    """
+
+    def __init__(self, head: Head, chooser: Chooser, seated: Seated, depths: Sequence[int]) -> None:
+        self._head = head
+        self._chooser = chooser
+        self._seated = seated
+        self._slots = seated.slots
+        self._depths = depths
+        self.columns: list[Column] = []
+        self.drafts: list[list[Draft | None]] = [[] for _ in seated.rows]
+
+    def run(self) -> None:
+        """Draft depth by depth; `columns` and `drafts` hold what came of it."""
+        for row, place in zip(self._seated.rows, self._seated.places, strict=True):
+            if row.unheard_count > LONG:
+                hear(self._head, row, self._slots, place)
+        live = self._wanting(0)
+        if not live:
+            return
+        hidden = self._listen(live)
+        lengths = list(self._slots.drafted)
+        while True:
+            self._draft(hidden, live)
+            deeper = self._wanting(len(self.columns))
+            if not deeper:
+                return
+            hidden = self._deepen(hidden, lengths, live, deeper)
+            live = deeper
+
+    def woven(self) -> mx.array:
+        """Return every row's last token and its drafts behind it, row after row."""
+        last = mx.array([row.last_token for row in self._seated.rows], mx.uint32)
+        if not self.columns:
+            return last
+        ends = [len(self._seated.rows)]
+        for column in self.columns:
+            ends.append(ends[-1] + column.tokens.shape[0])
+        order = []
+        for i, wanted in enumerate(self._depths):
+            order.append(i)
+            order += [ends[d] + self._wanting(d).index(i) for d in range(wanted)]
+        tokens = [column.tokens.astype(mx.uint32) for column in self.columns]
+        return mx.concatenate([last, *tokens])[mx.array(order)]
+
+    def _wanting(self, depth: int) -> list[int]:
+        """Return the rows that want more than `depth` drafts."""
+        return [i for i, wanted in enumerate(self._depths) if wanted > depth]
+
+    def _draft(self, hidden: mx.array, live: Sequence[int]) -> None:
+        """Draft one token for each live row from the head's hidden states [live, size]."""
+        column = self._chooser.draft(
+            self._head.logits(hidden),
+            [self._seated.rows[i] for i in live],
+            [self.drafts[i] for i in live],
+            self._head.ids,
+        )
+        self.columns.append(column)
+        for i, draft in zip(live, column.drafts, strict=True):
+            self.drafts[i].append(draft)
+
+    def _listen(self, live: Sequence[int]) -> mx.array:
+        """Read what was committed since the last draft; return each row's last hidden state."""
+        counts = [0] * len(self._seated.rows)
+        tokens: list[int] = []
+        spans: list[Hidden] = []
+        for i in live:
+            row, place = self._seated.rows[i], self._seated.places[i]
+            counts[i] = row.unheard_count
+            tokens += row.tokens_from(self._slots.drafted[place] + 1, counts[i])
+            spans += row.unheard
+            row.unheard = []
+        layout = self._seated.layout(counts)
+        hidden = self._head.step(
+            self._slots, self._slots.drafted, layout, gathered(spans), mx.array(tokens)
+        )
+        for i in live:
+            self._slots.drafted[self._seated.places[i]] += counts[i]
+        return hidden
+
+    def _deepen(
+        self, hidden: mx.array, lengths: list[int], live: Sequence[int], deeper: Sequence[int]
+    ) -> mx.array:
+        """Run the head on its own output and the last draft of each row that goes deeper.
+
+        Args:
+            lengths: Where each slot's temporary entries go; advanced.
+        """
+        layout = self._seated.layout([int(i in deeper) for i in range(len(self._seated.rows))])
+        tokens = self.columns[-1].tokens
+        if len(deeper) < len(live):
+            at = mx.array([live.index(i) for i in deeper])
+            hidden, tokens = hidden[at], tokens[at]
+        out = self._head.step(self._slots, lengths, layout, hidden, tokens)
+        for i in deeper:
+            lengths[self._seated.places[i]] += 1
+        return out

@@ -1,0 +1,101 @@
+"""Reading a prompt in whole tiles, by the model and, where there is one, by its head behind it."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..runtime.context import TokenLogprob
+from . import sampler
+from .base import Hidden, Row, Trunk
+from .head import Head
+from .ragged import RowSlots
+from .sampler import Logits
+
+
+class PromptReader:
+    """Reads prompts on one trunk.
+
+    Args:
+        head: The head that must have read a row before it can draft for it; None for none.
+    """
+
+    def __init__(self, trunk: Trunk, head: Head | None) -> None:
+        self._trunk = trunk
+        self._head = head
+
+    def read(self, row: Row, count: int) -> tuple[Logits | None, tuple[TokenLogprob, ...]]:
+        """Read up to `count` more tokens.
+
+        Returns:
+            The logits behind the prompt once it is read to its end, and entries of the tokens
+            just read when the row asks for them.
+        """
+        prompt = row.context.prompt
+        tile = self._trunk.prefill_tile
+        stop = min(row.read + count, len(prompt))
+        scored: list[TokenLogprob] = []
+        last: Logits | None = None
+        while row.read < stop:
+            # Boundaries lie at multiples of the tile, so the arithmetic knows only the prompt.
+            end = min((row.read // tile + 1) * tile, len(prompt))
+            logits = self._read_tile(row, end)
+            if row.context.score_prompt and logits is not None:
+                scored += _scored(row, logits, end)
+            if logits is not None and end == len(prompt):
+                last = logits[-1]
+            row.read = end
+        return last, tuple(scored)
+
+    def _read_tile(self, row: Row, end: int) -> Logits | None:
+        want = "last" if end == len(row.context.prompt) else "none"
+        if row.context.score_prompt:
+            want = "all"
+        tokens = row.context.prompt[row.read : end]
+        passed = self._trunk.prefill(row.slots, tokens, want=want)
+        if self._head is not None:
+            assert passed.hidden is not None
+            row.unheard.append(Hidden(passed.hidden, 0, len(tokens)))
+            hear(self._head, row, row.slots, 0)
+        if want == "none":
+            passed.settle()
+            return None
+        return passed.host()
+
+
+def hear(head: Head, row: Row, slots: RowSlots, slot: int) -> None:
+    """Let a head read a row's positions up to the last, which is needed for drafting."""
+    count = row.unheard_count - 1
+    if count > 0:
+        tokens = row.tokens_from(slots.drafted[slot] + 1, count)
+        spans, row.unheard = _split(row.unheard)
+        head.read(slots, slot, gathered(spans), tokens)
+
+
+def gathered(spans: Sequence[Hidden]) -> mx.array:
+    """Join runs of hidden states, [positions, hidden size]; runs of one pass in one move."""
+    first = spans[0].states
+    if len(spans) == 1:
+        return first[spans[0].start : spans[0].start + spans[0].length]
+    if all(span.states is first for span in spans):
+        at = [i for span in spans for i in range(span.start, span.start + span.length)]
+        return first if at == list(range(first.shape[0])) else first[mx.array(at)]
+    return mx.concatenate([s.states[s.start : s.start + s.length] for s in spans])
+
+
+def _split(spans: Sequence[Hidden]) -> tuple[list[Hidden], list[Hidden]]:
+    """Take the last position off."""
+    *before, end = spans
+    head = [Hidden(end.states, end.start, end.length - 1)] if end.length > 1 else []
+    return [*before, *head], [Hidden(end.states, end.start + end.length - 1, 1)]
+
+
+def _scored(row: Row, logits: Logits, end: int) -> list[TokenLogprob]:
+    """Return log probabilities of the prompt tokens that positions up to `end` predict."""
+    prompt, alternatives = row.context.prompt, row.context.sampling.logprobs or 0
+    start = end - len(logits)
+    entries = [TokenLogprob(prompt[0], None, ())] if start == 0 else []
+    entries.extend(
+        sampler.logprob_of(logits[at - start], prompt[at + 1], alternatives)
+        for at in range(start, min(end, len(prompt) - 1))
+    )
+    return entries

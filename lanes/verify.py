@@ -1,0 +1,210 @@
+"""Accept, correct, commit: how far a row's drafts go, by coupled or by rejection sampling.
+
+Both leave the committed tokens distributed as the model's own sampling would have them, at any
+temperature, filter and penalty. Coupled draws drafts and choices with the same noise, so the
+tokens are the very ones plain decoding commits. Rejection (Leviathan et al. 2023; Chen et al.
+2023) accepts more drafts at high temperatures and commits other tokens of the same distribution.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime import noise
+from ..runtime.context import Sampling, TokenLogprob
+from . import sampler
+from .base import Row
+from .sampler import Ids, Logits
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution over some tokens, as it was drawn from; every other token has none.
+
+    Args:
+        tokens: Token ids.
+        shares: Their probabilities, float64, adding up to 1.
+    """
+
+    tokens: Ids
+    shares: NDArray[np.float64]
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """One drafted token and, where acceptance needs it, what it was drawn from."""
+
+    token: int
+    spread: Spread | None = None
+
+
+class Verdict(msgspec.Struct):
+    """What a row committed in a step.
+
+    Args:
+        accepted: Drafts the model chose as well, from the first on.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    accepted: int = 0
+
+
+class Acceptance(Protocol):
+    """One way to draft and to accept; it holds no state."""
+
+    name: str
+
+    def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
+        """Draft the token that follows `before`.
+
+        Args:
+            logits: The head's, of the tokens `ids`.
+        """
+        ...
+
+    def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
+        """Commit what the model makes of the drafts, and one token of its own behind them.
+
+        Args:
+            logits: The model's, [len(drafts) + 1, vocabulary]: each position given all drafts
+                before it.
+
+        Raises:
+            RowError: When the logits are not finite where it matters; tokens before are committed.
+        """
+        ...
+
+
+class Coupled:
+    """Accept a draft when the model, with the same noise, chooses the same token."""
+
+    name = "coupled"
+
+    def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
+        """Choose as the model will, from the head's logits; see `Acceptance.draft`."""
+        sampling = row.context.sampling
+        key = noise.stream_key(row.context.seed, row.position + len(before))
+        return Draft(sampler.pick(_foreseen(logits, row, before, ids), sampling, key, ids))
+
+    def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
+        """Choose position by position, as plain decoding does; see `Acceptance.verify`."""
+        verdict = Verdict([], [])
+        for at in range(len(drafts) + 1):
+            token, report = sampler.choose(logits[at], row)
+            if not _goes_on(row, verdict, token, report, drafts[at : at + 1]):
+                break
+        return verdict
+
+
+class Rejection:
+    """Accept a draft with probability min(1, p/q), else draw from the residual (p - q)+."""
+
+    name = "rejection"
+
+    def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
+        """Draw from the head's own distribution, filtered as the row asks."""
+        sampling = row.context.sampling
+        adjusted = _foreseen(logits, row, before, ids)
+        key = noise.stream_key(row.context.seed, row.position + len(before), noise.DRAFT)
+        return Draft(sampler.pick(adjusted, sampling, key, ids), spread(adjusted, sampling, ids))
+
+    def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
+        """Test the drafts in order; see `Acceptance.verify`."""
+        verdict = Verdict([], [])
+        for at, draft in enumerate(drafts):
+            token = self._decide(logits[at], row, draft)
+            _commit(row, verdict, token, sampler.report(logits[at], token, row.context.sampling))
+            if token != draft.token:
+                return verdict
+            verdict.accepted += 1
+            if token in row.context.end_ids:
+                return verdict
+        _commit(row, verdict, *sampler.choose(logits[len(drafts)], row))
+        return verdict
+
+    def _decide(self, logits: Logits, row: Row, draft: Draft) -> int:
+        """Return the draft, or the token that takes its place."""
+        context = row.context
+        adjusted = sampler.adjust(logits, context.sampling, row.prompt_set, row.counts)
+        target = spread(sampler.finite(adjusted), context.sampling, None)
+        drafted = draft.spread
+        assert drafted is not None
+        chance = noise.uniform(noise.stream_key(context.seed, row.position, noise.ACCEPT))
+        if chance * _share(drafted, draft.token) < _share(target, draft.token):
+            return draft.token
+        every = np.zeros(logits.shape[0])
+        every[drafted.tokens] = drafted.shares
+        residual = np.maximum(target.shares - every[target.tokens], 0)
+        key = noise.stream_key(context.seed, row.position, noise.RESIDUAL)
+        bits = noise.token_bits(key, target.tokens.astype(np.uint32))
+        with np.errstate(divide="ignore"):
+            scores = np.log(residual) + noise.gumbel(bits)
+        return int(target.tokens[np.argmax(scores)])
+
+
+def follow(row: Row, chosen: Sequence[int], drafts: Sequence[Draft]) -> Verdict:
+    """Commit choices that were made elsewhere, up to the first that is not what was drafted."""
+    verdict = Verdict([], [])
+    for at, token in enumerate(chosen):
+        if not _goes_on(row, verdict, token, None, drafts[at : at + 1]):
+            break
+    return verdict
+
+
+ACCEPTANCE: Final[Mapping[str, Acceptance]] = {a.name: a for a in (Coupled(), Rejection())}
+
+
+def spread(logits: Logits, sampling: Sampling, ids: Ids | None) -> Spread:
+    """Return the distribution that adjusted logits are sampled from.
+
+    Args:
+        ids: The tokens the logits are of; None for the whole vocabulary.
+    """
+    if sampling.temperature == 0:
+        at = np.array([logits.argmax()])
+    elif sampling.filtered:
+        at = sampler.filter_tokens(logits, sampling)
+    else:
+        at = np.arange(logits.shape[0])
+    temperature = sampling.temperature or 1.0
+    scaled = logits[at].astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    return Spread(at if ids is None else ids[at], weights / weights.sum())
+
+
+def _foreseen(logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Logits:
+    """Adjust a head's logits as the model's will be: penalties count the drafts before."""
+    sampling = row.context.sampling
+    counts: Mapping[int, int] = row.counts
+    if before and sampling.penalised:
+        counts = Counter(row.counts) + Counter(draft.token for draft in before)
+    return sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
+
+
+def _goes_on(
+    row: Row,
+    verdict: Verdict,
+    token: int,
+    report: TokenLogprob | None,
+    drafted: Sequence[Draft],
+) -> bool:
+    """Commit a choice; say whether it was the draft, if there is one, and did not end the row."""
+    _commit(row, verdict, token, report)
+    agreed = bool(drafted) and token == drafted[0].token
+    verdict.accepted += agreed
+    return agreed and token not in row.context.end_ids
+
+
+def _commit(row: Row, verdict: Verdict, token: int, report: TokenLogprob | None) -> None:
+    row.commit(token)
+    verdict.tokens.append(token)
+    if report is not None:
+        verdict.logprobs.append(report)
+
+
+def _share(of: Spread, token: int) -> float:
+    at = np.flatnonzero(of.tokens == token)
+    return float(of.shares[at[0]]) if at.size else 0.0

@@ -1,0 +1,165 @@
+"""Speculation behind the whole server: what ran is in /health, and tokens are plain decoding's."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from tests.e2e.conftest import Server, running
+from tests.e2e.test_server import _events, _health, _one_line, _paceline
+from tests.lanes.test_heads import _saved
+from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
+
+pytestmark = pytest.mark.slow
+
+_FLAGS = ("--scheduler-mode", "mtp_batch", "--batch-wait-ms", "1000", "--log-format", "json")
+
+
+@pytest.fixture(scope="module")
+def drafting(starter_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server in mode mtp_batch that waits for company, so that widths are settled."""
+    log = tmp_path_factory.mktemp("drafting") / "log.jsonl"
+    with running(log, *_FLAGS) as server:
+        yield server
+
+
+def _ask(server: Server, number: int, **more: Any) -> dict[str, Any]:
+    """Send one request; what it asks for depends on its number alone."""
+    body = {
+        "messages": [{"role": "user", "content": f"Write {number + 2} lines about rain."}],
+        "max_tokens": 24,
+        "seed": number,
+        "temperature": (0.0, 0.7, 1.0, 1.3)[number % 4],
+        "top_p": (1.0, 0.9)[number % 2],
+        "frequency_penalty": (0.0, 0.0, 0.5)[number % 3],
+        **more,
+    }
+    request = Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request, timeout=120) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def _together(server: Server, count: int) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda number: _ask(server, number), range(count)))
+
+
+@pytest.mark.parametrize(("count", "lane"), [(1, "b1"), (3, "b3"), (5, "b8"), (8, "b8")])
+def test_health_proves_which_lane_carried_how_many(
+    drafting: Server, server: Server, count: int, lane: str
+) -> None:
+    """1, 3, 5 and 8 concurrent requests: lane, width, histogram, acceptance; tokens of ar_batch."""
+    before = _health(drafting)["scheduler"]["telemetry"]
+    answers = _together(drafting, count)
+    after = _health(drafting)["scheduler"]
+    told = after["telemetry"]
+    assert after["mode"] == "mtp_batch"
+    installed = {lane["name"]: lane for lane in after["installed_lanes"]}
+    assert set(installed) == {"mtp-b1", "mtp-b3", "mtp-b8"}
+    assert installed["mtp-b8"]["acceptance"] == "coupled"
+    if count > 1:
+        grown = told["batch_histogram"].get(str(count), 0)
+        assert grown > before["batch_histogram"].get(str(count), 0)
+    sealed = [e for e in _events(drafting) if e["event"] == "cohort.sealed"]
+    assert f"mtp-{lane}" in {e["lane"] for e in sealed if e["real_width"] == count}
+    assert told["steps"] > before["steps"]
+    assert told["drafted_tokens"] > before["drafted_tokens"]
+    assert 0 < told["acceptance_by_depth"]["1"] <= 1
+    assert told["mean_accepted"] > 0
+    for number, answer in enumerate(answers):
+        plain = _ask(server, number)
+        assert answer["choices"] == plain["choices"]
+        assert answer["paceline"]["mode"] == "mtp_batch"
+        assert plain["paceline"]["drafted_tokens"] == 0
+
+
+def test_cohorts_log_their_acceptance(drafting: Server) -> None:
+    """A dissolved cohort says what share of its drafts was accepted, and at which depths."""
+    _ask(drafting, 0, max_tokens=40)
+    over = [e for e in _events(drafting) if e["event"] == "cohort.dissolved" and e["depths"]]
+    shares = [e["acceptance"] for e in over if e["acceptance"] is not None]
+    assert shares
+    assert all(0 <= share <= 1 for share in shares)
+    assert all(e["acceptance"] is None for e in over if set(e["depths"]) == {"0"})
+    assert all(sum(e["depths"].values()) == e["steps"] for e in over)
+
+
+@pytest.fixture(scope="module")
+def tiny(starter_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two tiny checkpoints with the starter's tokenizer: with a head of their own and without."""
+    found = {}
+    config = {**LLAMA, "vocab_size": 49152}
+    for name in ("headed", "plain"):
+        net = tiny_llama(vocab_size=49152)
+        head = tensors_of(tiny_head(net)) if name == "headed" else {}
+        found[name] = _saved(tmp_path_factory.mktemp(name), net, config, head)
+        for file in starter_path.glob("tokenizer*"):
+            shutil.copy(file, found[name])
+    return found
+
+
+def test_mtp_batch_without_a_head_exits_with_3(tiny: dict[str, Path]) -> None:
+    """No other mode runs in its place, and a depth that cannot be had is refused alike."""
+    done = _paceline("serve", "--model", str(tiny["plain"]), "--scheduler-mode", "mtp_batch")
+    assert done.returncode == 3
+    assert "needs an MTP head" in _one_line(done)
+    done = _paceline("serve", "--model", str(tiny["plain"]), "--speculative-depth", "2")
+    assert done.returncode == 3
+    assert "speculative_depth 2 needs an MTP head" in _one_line(done)
+
+
+def test_serial_drafts_where_there_is_a_head_and_says_so(
+    tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """mtp-b1 with a head, ar-b1 without one or with --no-mtp; the reason is in /health."""
+    for model, flag, kind, why in (
+        ("headed", "--mtp", "mtp-b1", "mtp.* of"),
+        ("headed", "--no-mtp", "ar-b1", "none wanted"),
+        ("plain", "--mtp", "ar-b1", "no mtp.* weights"),
+    ):
+        log = tmp_path / f"{model}{flag}"
+        with running(log, "--model", str(tiny[model]), flag, "--log-format", "json") as server:
+            _ask(server, 1)
+            health = _health(server)
+            assert health["scheduler"]["active_lane"] == kind
+            assert why in health["model"]["head"]
+
+
+def test_every_numerics_and_acceptance_serves(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """balanced and b1-exact with rejection: eight requests at once are answered in full."""
+    for numerics in ("balanced", "b1-exact"):
+        flags = (*_FLAGS, "--numerics", numerics, "--acceptance", "rejection")
+        model = ("--model", str(tiny["headed"]), "--speculative-depth", "2")
+        with running(tmp_path / numerics, *model, *flags) as server:
+            answers = _together(server, 8)
+            lanes = _health(server)["scheduler"]["installed_lanes"]
+        assert [a["usage"]["completion_tokens"] for a in answers] == [24] * 8
+        assert {lane["numerics"] for lane in lanes[1:]} == {numerics}
+        assert {lane["acceptance"] for lane in lanes} == {"rejection"}
+
+
+def test_inspect_says_what_a_checkpoint_gets(tiny: dict[str, Path]) -> None:
+    """With a head six lanes install and are measured; without one three do, and three say why."""
+    done = _paceline("inspect", str(tiny["headed"]), "--tokens", "6", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    names = [f"{kind}-b{g}" for kind in ("ar", "mtp") for g in (1, 3, 8)]
+    assert [lane["name"] for lane in found["lanes"]] == names
+    assert all(lane["installs"] for lane in found["lanes"])
+    assert [row["numerics"] for row in found["numerics"]] == ["throughput", "balanced", "b1-exact"]
+    assert all(row["identical"] == row["requests"] == 8 for row in found["numerics"])
+    assert [row["temperature"] for row in found["acceptance"]] == [0.0, 0.7, 1.0]
+    assert found["row_bytes_per_token"] == 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, size, bytes
+    done = _paceline("inspect", str(tiny["plain"]), "--tokens", "6")
+    assert done.returncode == 0, done.stderr
+    assert "no mtp.* weights" in done.stdout.replace("\n", " ")
+    assert _paceline("inspect", "/nowhere").returncode == 3

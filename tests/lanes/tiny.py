@@ -1,0 +1,52 @@
+"""Tiny random models and heads, for what does not need a model that makes sense."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from paceline.lanes.heads.qwen3_next import HeadParts
+from paceline.runtime.model import ModelCard
+
+VOCAB = 512
+CARD = ModelCard("tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+}
+
+
+def tiny_llama(**changes: object) -> nn.Module:
+    mx.random.seed(1)
+    return llama.Model(llama.ModelArgs.from_dict({**LLAMA, **changes}))
+
+
+def tiny_head(net: Any) -> HeadParts:
+    """Return a head with random weights: a bad one, whose drafts are mostly refused."""
+    mx.random.seed(2)
+    parts = HeadParts(net.args, llama.TransformerBlock(net.args))
+    mx.eval(parts.parameters())
+    return parts
+
+
+def tensors_of(parts: HeadParts) -> dict[str, mx.array]:
+    """Return a head's tensors by name."""
+    return dict(tree_flatten(parts.parameters()))
+
+
+def some_ids(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return a draft vocabulary."""
+    return np.random.default_rng(4).permutation(VOCAB)[:count].astype(np.int64)
