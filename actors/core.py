@@ -66,6 +66,11 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: tuple[RowDelta, ...] = ()
     step_s: float = 0.0
 
+    @property
+    def drafts(self) -> tuple[tuple[int, int], ...]:
+        """Of each row how many tokens were drafted and how many of them accepted."""
+        return tuple((delta.drafted, delta.accepted) for delta in self.steps)
+
 
 class Entry(msgspec.Struct):
     """One row as the scheduler sees it."""
@@ -188,7 +193,7 @@ class Core:
             lane=plan.step.lane if plan.step else None,
             step_s=outcome.step_s,
             depth=plan.step.depth if plan.step else 0,
-            drafts=tuple((d.drafted, d.accepted) for d in outcome.steps),
+            drafts=outcome.drafts,
             committed=sum(len(m.tokens) for m in self._messages if isinstance(m, Tokens)),
             prompt_tokens=read_tokens,
             read_s=outcome.read_s,
@@ -268,13 +273,12 @@ class Core:
             return
         self._costs.saw_step(plan.step.geometry, outcome.step_s)
         width, lane, depth = len(plan.step.rows), plan.step.lane, plan.step.depth
-        drafts = [(delta.drafted, delta.accepted) for delta in outcome.steps]
-        self._depths.saw(width, depth, outcome.step_s, drafts)
+        self._depths.saw(width, depth, outcome.step_s, outcome.drafts)
         cohort = next(c for c in self._cohorts if c.cohort_id == plan.step.cohort_id)
         cohort.steps += 1
         cohort.tokens += sum(len(delta.tokens) for delta in outcome.steps)
-        cohort.drafted += sum(drafted for drafted, _ in drafts)
-        cohort.accepted += sum(accepted for _, accepted in drafts)
+        cohort.drafted += sum(delta.drafted for delta in outcome.steps)
+        cohort.accepted += sum(delta.accepted for delta in outcome.steps)
         cohort.depths[depth] = cohort.depths.get(depth, 0) + 1
         for delta in outcome.steps:
             self._take(self._rows[delta.key], delta, lane, width, cohort.cohort_id, now)

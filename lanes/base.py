@@ -48,7 +48,7 @@ class LaneSpec(msgspec.Struct, frozen=True):
         prefill_tile: Prompt tokens of one forward pass; boundaries lie at its multiples.
         max_depth: The most tokens a step can draft; 0 for a lane without a head.
         acceptance: How drafts are accepted, "coupled" or "rejection"; empty without a head.
-        numerics: Which rows share a forward pass: see docs/modes.md.
+        numerics: Which rows share a forward pass: see docs/speculation.md.
         choosing: Where tokens are chosen, "host" or "device".
     """
 

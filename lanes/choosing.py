@@ -12,7 +12,7 @@ import numpy as np
 from .base import Row, RowDelta
 from .ragged import Pass
 from .sampler import Ids, Logits
-from .verify import Acceptance, Coupled, Draft
+from .verify import Acceptance, Coupled, Draft, Verdict
 
 
 class Column(NamedTuple):
@@ -33,6 +33,16 @@ class Span(NamedTuple):
     row: Row
     first: int
     drafts: list[Draft | None]
+
+    def delta(self, verdict: Verdict) -> RowDelta:
+        """Return what the row gained."""
+        return RowDelta(
+            self.row.key,
+            tuple(verdict.tokens),
+            tuple(verdict.logprobs),
+            drafted=len(self.drafts),
+            accepted=verdict.accepted,
+        )
 
 
 class Chooser(Protocol):
@@ -89,8 +99,8 @@ class HostChooser:
         """See `Chooser.draft`."""
         host = on_host(logits)
         drafts = [
-            self.draft_one(host[at], row, known, ids)
-            for at, (row, known) in enumerate(zip(rows, before, strict=True))
+            self.draft_one(host[at], row, earlier, ids)
+            for at, (row, earlier) in enumerate(zip(rows, before, strict=True))
         ]
         return Column(mx.array([draft.token for draft in drafts]), list(drafts))
 
@@ -98,7 +108,7 @@ class HostChooser:
         self, logits: Logits, row: Row, before: Sequence[Draft | None], ids: Ids | None
     ) -> Draft:
         """Draft a single row's next token."""
-        return self._acceptance.draft(logits, row, [d for d in before if d is not None], ids)
+        return self._acceptance.draft(logits, row, known(before), ids)
 
     def verify(
         self, passed: Pass, spans: Sequence[Span], columns: Sequence[mx.array]
@@ -113,22 +123,19 @@ class HostChooser:
         Args:
             logits: The pass's, [positions, vocabulary].
         """
-        drafts = [draft for draft in span.drafts if draft is not None]
-        mine = logits[span.first : span.first + 1 + len(drafts)]
+        mine = logits[span.first : span.first + 1 + len(span.drafts)]
         try:
-            verdict = self._acceptance.verify(mine, span.row, drafts)
+            return span.delta(self._acceptance.verify(mine, span.row, known(span.drafts)))
         except Exception as error:
             return RowDelta(span.row.key, error=f"choosing a token failed: {error}")
-        return RowDelta(
-            span.row.key,
-            tuple(verdict.tokens),
-            tuple(verdict.logprobs),
-            drafted=len(drafts),
-            accepted=verdict.accepted,
-        )
 
 
 ON_HOST: Final = HostChooser(Coupled())
+
+
+def known(drafts: Sequence[Draft | None]) -> list[Draft]:
+    """Return drafts that are all known on the host by now."""
+    return [draft for draft in drafts if draft is not None]
 
 
 def on_host(logits: mx.array) -> Logits:

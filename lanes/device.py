@@ -15,14 +15,13 @@ from ..runtime import noise
 from ..runtime.context import RowContext, Sampling
 from . import sampler
 from .base import Row, RowDelta
-from .choosing import Column, HostChooser, Span, on_host
+from .choosing import Column, HostChooser, Span, known, on_host
 from .ragged import Pass
 from .sampler import Ids
 from .verify import Coupled, Draft, follow
 
 _TRIES: Final = 3
 _CLEARLY: Final = 1.5  # times faster the device must be; a draw would let restarts differ
-_GOLDEN: Final = 0x9E3779B9
 
 
 class DeviceChooser:
@@ -41,7 +40,7 @@ class DeviceChooser:
         ids: Ids | None,
     ) -> Column:
         """See `Chooser.draft`; rows that stay on the host make the device wait for them."""
-        at = [row.position + len(known) for row, known in zip(rows, before, strict=True)]
+        at = [row.position + len(earlier) for row, earlier in zip(rows, before, strict=True)]
         tokens = pick(logits, rows, at, ids)
         drafts: list[Draft | None] = [None] * len(rows)
         if not all(stays_on_device(row.context) for row in rows):
@@ -69,15 +68,8 @@ class DeviceChooser:
         for span in spans:
             if stays_on_device(span.row.context):
                 chosen = found[span.first : span.first + 1 + len(span.drafts)]
-                verdict = follow(span.row, chosen, [d for d in span.drafts if d is not None])
-                deltas.append(
-                    RowDelta(
-                        span.row.key,
-                        tuple(verdict.tokens),
-                        drafted=len(span.drafts),
-                        accepted=verdict.accepted,
-                    )
-                )
+                choices = ((token, None) for token in chosen)
+                deltas.append(span.delta(follow(span.row, choices, known(span.drafts))))
             else:
                 deltas.append(self._host.verify_one(passed.host(), span))
         return deltas
@@ -140,22 +132,22 @@ def pick_keyed(
         ids: The tokens the logits are of; None for the whole vocabulary.
     """
     scaled = logits.astype(mx.float32)
-    known = None if ids is None else mx.array(ids, mx.uint32)
+    drafted = None if ids is None else mx.array(ids, mx.uint32)
     if any(s.temperature > 0 for s in samplings):
         temperatures = mx.array([s.temperature or 1.0 for s in samplings], mx.float32)
         scaled = scaled / temperatures[:, None]
         if any(s.temperature > 0 and s.filtered for s in samplings):
             scaled = _filtered(scaled, samplings)
         hot = mx.array([float(s.temperature > 0) for s in samplings], mx.float32)
-        tokens = mx.arange(logits.shape[1], dtype=mx.uint32) if known is None else known
+        tokens = mx.arange(logits.shape[1], dtype=mx.uint32) if drafted is None else drafted
         scaled = scaled + hot[:, None] * gumbel(token_bits(mx.array(list(keys), mx.uint32), tokens))
     at = mx.argmax(scaled, axis=-1)
-    return at if known is None else known[at]
+    return at if drafted is None else drafted[at]
 
 
 def token_bits(keys: mx.array, tokens: mx.array) -> mx.array:
     """Return what `noise.token_bits` does, for uint32 keys [rows, 2] and tokens: [rows, tokens]."""
-    bits = _mixed(tokens[None] * mx.array(_GOLDEN, mx.uint32) + keys[:, :1])
+    bits = _mixed(tokens[None] * mx.array(noise.TOKEN_STEP, mx.uint32) + keys[:, :1])
     return _mixed(bits ^ keys[:, 1:])
 
 
@@ -168,8 +160,8 @@ def gumbel(bits: mx.array) -> mx.array:
 
 def _mixed(x: mx.array) -> mx.array:
     """The finaliser of runtime/noise.py."""
-    x = (x ^ (x >> 16)) * mx.array(0x7FEB352D, mx.uint32)
-    x = (x ^ (x >> 15)) * mx.array(0x846CA68B, mx.uint32)
+    x = (x ^ (x >> 16)) * mx.array(noise.MIXERS[0], mx.uint32)
+    x = (x ^ (x >> 15)) * mx.array(noise.MIXERS[1], mx.uint32)
     return x ^ (x >> 16)
 
 

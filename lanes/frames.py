@@ -42,7 +42,7 @@ class StepFrame:
     ) -> None:
         self.slots = slots
         self.table = table
-        self._last = layout.last if last_only and layout.most > 1 else None
+        self._last = mx.array(layout.last) if last_only and layout.most > 1 else None
         self._layout = layout
         self._tiles = tiles
         self.eager = slots.count <= _EAGER_SLOTS
@@ -57,7 +57,7 @@ class StepFrame:
 
     def going_on(self, x: mx.array) -> mx.array:
         """Return the positions [positions, width] that go on behind the attention."""
-        return x if self._last is None else x[mx.array(self._last)]
+        return x if self._last is None else x[self._last]
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Attend with [positions, heads, size] inputs; return [positions, heads * size].
@@ -90,7 +90,7 @@ class StepFrame:
     def _in_pieces(self, x: mx.array) -> mx.array:
         """Cut [slots, groups, rows, width] into [slots, groups, pieces, tile, width]."""
         slots, groups, rows, width = x.shape
-        tile = self._tiles.lone if self._layout.total == 1 else self._tiles.tile
+        tile = self._tiles.tile_for(self._layout.total)
         pieces, tile = (1, rows) if tile == 1 else (-(-rows // tile), tile)
         if pieces * tile > rows:
             x = mx.pad(x, [(0, 0), (0, 0), (0, pieces * tile - rows), (0, 0)])
@@ -117,7 +117,7 @@ class PrefillFrame:
 
     eager = False
 
-    def __init__(self, slots: RowSlots, start: int, table: Table, slot: int = 0) -> None:
+    def __init__(self, slots: RowSlots, slot: int, start: int, table: Table) -> None:
         self.slots = slots
         self.table = table
         self._start = start

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from .base import Trunk
-from .frames import FrameCache, PrefillFrame
+from .frames import FrameCache, LockstepFrame
 from .halves import Halves
 from .heads.qwen3_next import HeadParts
-from .lockstep import LockstepBlock, LockstepTrunk, Rotation, step_frame
+from .lockstep import LockstepBlock, LockstepTrunk, Rotation, prefill_frame, step_frame
 from .ragged import Frame, Layout, RowSlots, StepCache
 from .sampler import Ids
 from .stock import SPAN_GRAIN
@@ -99,10 +99,7 @@ class LockstepHead(_Drafting):
 
     def read(self, slots: RowSlots, slot: int, hidden: mx.array, tokens: Sequence[int]) -> None:
         """See `Head.read`."""
-        start = slots.drafted[slot]
-        slots.reserve(start + len(tokens))
-        positions = np.arange(start, start + len(tokens))
-        frame = PrefillFrame(slots, start, self._turns.table(positions), slot)
+        frame = prefill_frame(slots, slot, slots.drafted[slot], len(tokens), self._turns)
         self._run(frame, hidden, mx.array(list(tokens)))
         slots.drafted[slot] += len(tokens)
 
@@ -122,7 +119,7 @@ class LockstepHead(_Drafting):
         """See `Head.logits`."""
         return tiled(self.output, hidden, self._tiles)
 
-    def _run(self, frame: Any, hidden: mx.array, tokens: mx.array) -> mx.array:
+    def _run(self, frame: LockstepFrame, hidden: mx.array, tokens: mx.array) -> mx.array:
         x = frame.product(self.parts.fc, self.joint(hidden, tokens))
         out: mx.array = self.parts.norm(self._block(x, None, FrameCache(frame, self.layer)))
         return out

@@ -99,13 +99,13 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     Raises:
         ModelError: When the model cannot be loaded, or not even a lone row can run.
     """
-    plain, plain_reports = _try(checkpoint, Mode.AR_BATCH, "ar")
-    drafting, drafting_reports = _try(checkpoint, Mode.MTP_BATCH, "mtp")
+    model = checkpoint.load()
+    plain, plain_reports = _try(model, Mode.AR_BATCH, "ar")
+    drafting, drafting_reports = _try(checkpoint.load(), Mode.MTP_BATCH, "mtp")
     installed = drafting or plain
     if installed is None:
         installed = install(checkpoint.load(), Wanted(Mode.SERIAL))
         plain_reports = _reports(installed, plain_reports)
-    model = checkpoint.load()
     text = Text(model.card.path, model.card.end_ids)
     rows = _contexts(text, checkpoint.tokens, 0.0)
     return Inspection(
@@ -120,11 +120,9 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     )
 
 
-def _try(
-    checkpoint: Checkpoint, mode: Mode, kind: str
-) -> tuple[Installed | None, list[LaneReport]]:
+def _try(model: LoadedModel, mode: Mode, kind: str) -> tuple[Installed | None, list[LaneReport]]:
     try:
-        installed = install(checkpoint.load(), Wanted(mode))
+        installed = install(model, Wanted(mode))
     except ModelError as error:
         names = [lane_name(kind, geometry) for geometry in GEOMETRIES]
         return None, [LaneReport(name, False, str(error)) for name in names]

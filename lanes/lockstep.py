@@ -50,14 +50,11 @@ class LockstepTrunk(SlotMaker):
 
     def tile_for(self, rows: int) -> int:
         """Return the rows that products of a step of `rows` rows are padded to."""
-        return self.tiles.lone if rows == 1 else self.tiles.tile
+        return self.tiles.tile_for(rows)
 
     def prefill(self, slots: RowSlots, tokens: Sequence[int], *, want: str) -> Pass:
         """Read one tile of a single row; see `Trunk.prefill`."""
-        start = slots.lengths[0]
-        slots.reserve(start + len(tokens))
-        positions = np.arange(start, start + len(tokens))
-        frame = PrefillFrame(slots, start, self._turns.table(positions))
+        frame = prefill_frame(slots, 0, slots.lengths[0], len(tokens), self._turns)
         layout = Layout([len(tokens)])
         hidden = self._run(mx.array(list(tokens)), frame)
         slots.lengths[0] += len(tokens)
@@ -101,6 +98,18 @@ def step_frame(
     )
     table = turns.table(positions)
     return StepFrame(slots, list(lengths), layout, table, tiles, last_only)
+
+
+def prefill_frame(
+    slots: RowSlots, slot: int, start: int, count: int, turns: "Rotation"
+) -> PrefillFrame:
+    """Make room for a run of one slot's new positions and return its frame.
+
+    Raises:
+        RowError: When there is no memory for it.
+    """
+    slots.reserve(start + count)
+    return PrefillFrame(slots, slot, start, turns.table(np.arange(start, start + count)))
 
 
 class Rotation:

@@ -63,19 +63,13 @@ class RowSlots:
     def write(self, layer: int, keys: mx.array, values: mx.array, at: mx.array) -> None:
         """Write [slots, heads, tokens, size] at positions `at` [slots, 1, tokens, 1]."""
         for buffers, new in ((self.keys, keys), (self.values, values)):
-            buffer = buffers[layer]
-            if buffer is None:
-                shape = (self.count, new.shape[1], self.capacity, new.shape[3])
-                buffer = mx.zeros(shape, new.dtype)
+            buffer = self._buffer(buffers[layer], new)
             buffers[layer] = mx.put_along_axis(buffer, at, new, axis=2)
 
     def append(self, layer: int, row: slice, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a run of tokens [1, heads, tokens, size] into the one slot of `row`."""
         for buffers, new in ((self.keys, keys), (self.values, values)):
-            buffer = buffers[layer]
-            if buffer is None:
-                shape = (self.count, new.shape[1], self.capacity, new.shape[3])
-                buffer = mx.zeros(shape, new.dtype)
+            buffer = self._buffer(buffers[layer], new)
             buffer[row, :, start : start + new.shape[2]] = new
             buffers[layer] = buffer
 
@@ -93,10 +87,7 @@ class RowSlots:
             for layer, source in enumerate(sources):
                 if source is None:
                     continue  # a head that has read nothing yet
-                buffer = buffers[layer]
-                if buffer is None:
-                    shape = (self.count, source.shape[1], self.capacity, source.shape[3])
-                    buffer = mx.zeros(shape, source.dtype)
+                buffer = self._buffer(buffers[layer], source)
                 buffer[slot : slot + 1, :, :length] = source[:, :, :length]
                 buffers[layer] = buffer
         mx.eval(self.keys, self.values)
@@ -119,6 +110,12 @@ class RowSlots:
             row.values[layer] = _padded(values[slot : slot + 1, :, :length], row.capacity)
         mx.eval(row.keys, row.values)
         return row
+
+    def _buffer(self, buffer: mx.array | None, like: mx.array) -> mx.array:
+        """Return a layer's buffer, an empty one where nothing was written yet."""
+        if buffer is not None:
+            return buffer
+        return mx.zeros((self.count, like.shape[1], self.capacity, like.shape[3]), like.dtype)
 
     def clear(self) -> None:
         """Drop every buffer; the slots are empty."""

@@ -20,7 +20,7 @@ from ..runtime.errors import LaneRefused
 from ..runtime.model import ModelCard
 from .ar import ArLane
 from .base import Check, Receipt, Row, Trunk
-from .choosing import ON_HOST, HostChooser
+from .choosing import ON_HOST, HostChooser, on_host
 from .head import Head
 from .mtp import MtpLane
 from .ragged import Layout, Pass, RowSlots
@@ -257,13 +257,13 @@ def _recursion(
         mx.array(tokens[root + 1 : root + 2]),
     )
     slots.drafted[0] += 1
-    found = [np.array(states.astype(mx.float32))[0]]
+    found = [on_host(states)[0]]
     for depth in range(1, len(golden)):
-        at = np.array(head.logits(states).astype(mx.float32))[0].argmax()
+        at = on_host(head.logits(states))[0].argmax()
         drafted = int(at if head.ids is None else head.ids[at])
         lengths = [slots.drafted[0] + depth - 1]
         states = head.step(slots, lengths, one, states, mx.array([drafted]))
-        found.append(np.array(states.astype(mx.float32))[0])
+        found.append(on_host(states)[0])
     return np.stack(found)
 
 

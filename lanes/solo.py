@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from ..runtime.errors import ModelError
 from .halves import halves
 from .ragged import Layout, Pass, RowSlots, SlotMaker
-from .stock import run_halves
+from .stock import run
 
 _CHECKPOINTED: Final = (KVCache, ArraysCache)
 
@@ -107,7 +107,8 @@ class SoloTrunk(SlotMaker):
     def _run(self, slots: RowSlots, tokens: list[int], want: str) -> Pass:
         assert isinstance(slots, CachedRow)
         inputs = mx.array([tokens])
-        passed = run_halves(self._net, slots, Layout([len(tokens)]), inputs, slots.caches, want)
+        layout = Layout([len(tokens)])
+        passed = run(self._net, self.halves, slots, layout, inputs, slots.caches, want)
         mx.eval(passed.hidden, passed.logits, [cache.state for cache in slots.caches])
         return passed
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from .halves import halves
+from .halves import Halves, halves
 from .ragged import Frame, Layout, Pass, RowSlots, SlotMaker, StepCache
 
 SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
@@ -48,14 +48,23 @@ class StockTrunk(SlotMaker):
         slots.reserve(max(slots.lengths) + layout.most)
         frame = Frame(slots.lengths, layout.most, SPAN_GRAIN)
         caches = [StepCache(slots, layer, frame) for layer in range(self.layers)]
-        return run_halves(self._net, slots, layout, layout.spread(tokens), caches, want)
+        return run(self._net, self.halves, slots, layout, layout.spread(tokens), caches, want)
 
 
-def run_halves(
-    net: Any, slots: RowSlots, layout: Layout, tokens: mx.array, caches: Sequence[Any], want: str
+def run(
+    net: Any,
+    parts: Halves | None,
+    slots: RowSlots,
+    layout: Layout,
+    tokens: mx.array,
+    caches: Sequence[Any],
+    want: str,
 ) -> Pass:
-    """Run a model on tokens [slots, positions], for the logits that are wanted and no others."""
-    parts = halves(net)
+    """Run a model on tokens [slots, positions], for the logits that are wanted and no others.
+
+    Args:
+        parts: The model's halves, None where it can only run as a whole.
+    """
     if parts is None:
         logits = layout.pack(net(tokens, cache=caches))
         picked = {"none": None, "last": logits[-1:], "all": logits}[want]

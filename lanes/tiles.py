@@ -30,6 +30,10 @@ class Tiles(msgspec.Struct, frozen=True):
     wide: int
     lone: int
 
+    def tile_for(self, rows: int) -> int:
+        """Return the rows that a product of `rows` rows is padded to a multiple of."""
+        return self.lone if rows == 1 else self.tile
+
     def pieces(self, rows: int) -> list[int]:
         """Return the tiles that carry `rows` rows, the wide ones first."""
         if rows == 1:

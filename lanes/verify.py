@@ -7,7 +7,7 @@ tokens are the very ones plain decoding commits. Rejection (Leviathan et al. 202
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -52,6 +52,9 @@ class Verdict(msgspec.Struct):
     accepted: int = 0
 
 
+Choice = tuple[int, TokenLogprob | None]  # a token and, where asked for, its log probability
+
+
 class Acceptance(Protocol):
     """One way to draft and to accept; it holds no state."""
 
@@ -91,12 +94,7 @@ class Coupled:
 
     def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
         """Choose position by position, as plain decoding does; see `Acceptance.verify`."""
-        verdict = Verdict([], [])
-        for at in range(len(drafts) + 1):
-            token, report = sampler.choose(logits[at], row)
-            if not _goes_on(row, verdict, token, report, drafts[at : at + 1]):
-                break
-        return verdict
+        return follow(row, (sampler.choose(each, row) for each in logits), drafts)
 
 
 class Rejection:
@@ -113,17 +111,14 @@ class Rejection:
 
     def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
         """Test the drafts in order; see `Acceptance.verify`."""
-        verdict = Verdict([], [])
+        return follow(row, self._choices(logits, row, drafts), drafts)
+
+    def _choices(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Iterator[Choice]:
+        """Decide on each draft, then choose freely; the row has committed what came before."""
         for at, draft in enumerate(drafts):
             token = self._decide(logits[at], row, draft)
-            _commit(row, verdict, token, sampler.report(logits[at], token, row.context.sampling))
-            if token != draft.token:
-                return verdict
-            verdict.accepted += 1
-            if token in row.context.end_ids:
-                return verdict
-        _commit(row, verdict, *sampler.choose(logits[len(drafts)], row))
-        return verdict
+            yield token, sampler.report(logits[at], token, row.context.sampling)
+        yield sampler.choose(logits[len(drafts)], row)
 
     def _decide(self, logits: Logits, row: Row, draft: Draft) -> int:
         """Return the draft, or the token that takes its place."""
@@ -145,11 +140,22 @@ class Rejection:
         return int(target.tokens[np.argmax(scores)])
 
 
-def follow(row: Row, chosen: Sequence[int], drafts: Sequence[Draft]) -> Verdict:
-    """Commit choices that were made elsewhere, up to the first that is not what was drafted."""
+def follow(row: Row, choices: Iterable[Choice], drafts: Sequence[Draft]) -> Verdict:
+    """Commit choices up to the first that is not what was drafted, or that ends the row.
+
+    Args:
+        choices: One a draft and one more. Each is asked for once those before it are committed.
+    """
     verdict = Verdict([], [])
-    for at, token in enumerate(chosen):
-        if not _goes_on(row, verdict, token, None, drafts[at : at + 1]):
+    for (token, report), draft in zip(choices, (*drafts, None), strict=False):
+        row.commit(token)
+        verdict.tokens.append(token)
+        if report is not None:
+            verdict.logprobs.append(report)
+        if draft is None or token != draft.token:
+            break
+        verdict.accepted += 1
+        if token in row.context.end_ids:
             break
     return verdict
 
@@ -182,27 +188,6 @@ def _foreseen(logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None
     if before and sampling.penalised:
         counts = Counter(row.counts) + Counter(draft.token for draft in before)
     return sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
-
-
-def _goes_on(
-    row: Row,
-    verdict: Verdict,
-    token: int,
-    report: TokenLogprob | None,
-    drafted: Sequence[Draft],
-) -> bool:
-    """Commit a choice; say whether it was the draft, if there is one, and did not end the row."""
-    _commit(row, verdict, token, report)
-    agreed = bool(drafted) and token == drafted[0].token
-    verdict.accepted += agreed
-    return agreed and token not in row.context.end_ids
-
-
-def _commit(row: Row, verdict: Verdict, token: int, report: TokenLogprob | None) -> None:
-    row.commit(token)
-    verdict.tokens.append(token)
-    if report is not None:
-        verdict.logprobs.append(report)
 
 
 def _share(of: Spread, token: int) -> float:

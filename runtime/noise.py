@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
+TOKEN_STEP: Final = 0x9E3779B9  # sets the counters of neighbouring tokens apart
+MIXERS: Final = (0x7FEB352D, 0x846CA68B)  # the factors of "lowbias32"
+
 # Purposes: what a position's noise is for. Draws that must be independent of each other differ
 # in it; a coupled draft shares CHOOSE with the choice it foretells.
 CHOOSE: Final = 0  # choosing the token of a position
@@ -37,7 +40,7 @@ def stream_key(seed: int, position: int, purpose: int = CHOOSE) -> tuple[int, in
 
 def token_bits(key: tuple[int, int], tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Return 32 random bits for each token id."""
-    bits = tokens * np.uint32(0x9E3779B9)
+    bits = tokens * np.uint32(TOKEN_STEP)
     bits += np.uint32(key[0])
     _mix32(bits)
     bits ^= np.uint32(key[1])
@@ -65,9 +68,9 @@ def bits_at_least(threshold: float) -> int:
 def _mix32(x: NDArray[np.uint32]) -> None:
     """Mix in place: the 32-bit finaliser "lowbias32" (Wellons 2018, hash-prospector)."""
     x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
+    x *= np.uint32(MIXERS[0])
     x ^= x >> np.uint32(15)
-    x *= np.uint32(0x846CA68B)
+    x *= np.uint32(MIXERS[1])
     x ^= x >> np.uint32(16)
 
 

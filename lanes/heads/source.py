@@ -48,10 +48,14 @@ def find_head(model: LoadedModel) -> HeadSource:
     Raises:
         NoHead: With the reason, when there is none or it is another trunk's.
     """
-    own = _own_tensors(model.card.path)
+    every = _checkpoint(model.card.path)
+    own = {
+        name.partition(PREFIX)[2]: array
+        for name, array in every.items()
+        if name.startswith(HEAD_PREFIXES)
+    }
     if own:
-        offset = 1.0 if _stored_around_zero(model.card.path) else 0.0
-        return HeadSource(own, f"{PREFIX}* of {model.card.name}", offset, None, None)
+        return HeadSource(own, f"{PREFIX}* of {model.card.name}", _norm_offset(every), None, None)
     reasons = []
     for folder in _carried():
         reason = _not_its_trunk(_config(folder), model)
@@ -82,31 +86,27 @@ def _samples(module: Any, rows: int) -> list[float]:
     return values
 
 
-def _own_tensors(folder: Path) -> dict[str, mx.array]:
+def _checkpoint(folder: Path) -> dict[str, mx.array]:
+    """Return all tensors of a checkpoint; none of them is read before it is used."""
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        arrays = mx.load(str(file))
-        assert isinstance(arrays, dict)
-        found |= {
-            name.partition(PREFIX)[2]: array
-            for name, array in arrays.items()
-            if name.startswith(HEAD_PREFIXES)
-        }
+        found |= _tensors(file)
     return found
 
 
-def _stored_around_zero(folder: Path) -> bool:
-    """Whether a checkpoint is as its makers published it, with norms that lack their 1.
+def _tensors(file: Path) -> dict[str, mx.array]:
+    arrays = mx.load(str(file))
+    assert isinstance(arrays, dict)
+    return arrays
+
+
+def _norm_offset(checkpoint: dict[str, mx.array]) -> float:
+    """Return 1 for a checkpoint as its makers published it, with norms that lack their 1.
 
     mlx-lm tells it by the same sign: a depthwise convolution that is not transposed yet.
     """
-    for file in sorted(folder.glob("*.safetensors")):
-        arrays = mx.load(str(file))
-        assert isinstance(arrays, dict)
-        for name, array in arrays.items():
-            if "conv1d.weight" in name:
-                return array.shape[-1] != 1
-    return False
+    published = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in checkpoint.items())
+    return 1.0 if published else 0.0
 
 
 def _carried() -> list[Path]:
@@ -138,9 +138,8 @@ def _not_its_trunk(config: dict[str, Any], model: LoadedModel) -> str | None:
 
 def _carried_head(folder: Path) -> HeadSource:
     config = _config(folder)
-    arrays = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(arrays, dict)
-    tensors = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
+    carried = _tensors(folder / "model.safetensors")
+    tensors = {name.removeprefix(PREFIX): array for name, array in carried.items()}
     ids = np.array(tensors.pop(DRAFT_IDS))[: config["draft_vocab"]["default"]]
     offset = float(config["norm_weight_offset"])
     return HeadSource(tensors, folder.name, offset, ids.astype(np.int64), folder)

@@ -201,7 +201,7 @@ def test_nothing_is_committed_behind_an_end_token() -> None:
 def test_choices_made_elsewhere_are_followed_to_the_first_difference() -> None:
     """A device's choices are committed up to and with the first that was not drafted."""
     row = _row(Sampling(), 0)
-    verdict = follow(row, [4, 1, 3], [Draft(4), Draft(2)])
+    verdict = follow(row, ((token, None) for token in (4, 1, 3)), [Draft(4), Draft(2)])
     assert (verdict.tokens, verdict.accepted, row.generated) == ([4, 1], 1, [4, 1])
 
 
