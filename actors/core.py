@@ -11,14 +11,16 @@ from typing import assert_never
 import msgspec
 
 from ..lanes.base import RowDelta
-from ..lanes.geometry import geometry_for, lane_name
+from ..lanes.geometry import lane_name
 from ..runtime.context import RowContext
-from .depth import Depths
+from ..runtime.modes import Priority
+from .depth import Depths, Steps
 from .messages import (
     Admit,
     Admitted,
     CohortDissolved,
     CohortSealed,
+    Drafts,
     Failed,
     Finish,
     Grant,
@@ -30,16 +32,14 @@ from .messages import (
     Tokens,
     Turn,
 )
-from .policies import Choice, Costs, Policy, Scene
+from .scene import Choice, Costs, Policy, Scene
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One lockstep step: these rows, in this order, on this lane."""
 
     rows: tuple[str, ...]
-    lane: str
-    geometry: int
-    depth: int
+    steps: Steps
     cohort_id: str
 
 
@@ -66,11 +66,6 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: tuple[RowDelta, ...] = ()
     step_s: float = 0.0
 
-    @property
-    def drafts(self) -> tuple[tuple[int, int], ...]:
-        """Of each row how many tokens were drafted and how many of them accepted."""
-        return tuple((delta.drafted, delta.accepted) for delta in self.steps)
-
 
 class Entry(msgspec.Struct):
     """One row as the scheduler sees it."""
@@ -81,6 +76,7 @@ class Entry(msgspec.Struct):
     credits: int
     queued_at: float
     unread: int
+    priority: Priority = Priority.NORMAL
     ready_at: float = 0.0
     emitted: int = 0
 
@@ -93,6 +89,16 @@ class Entry(msgspec.Struct):
     def epoch(self) -> int:
         """The order rows were asked for."""
         return self.lease.epoch
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.context.prompt) + self.emitted
+
+    @property
+    def left(self) -> int:
+        """Tokens the row may still generate."""
+        return self.context.budget - self.emitted
 
     @property
     def parked(self) -> bool:
@@ -120,13 +126,11 @@ class Core:
 
     Args:
         policy: The scheduler mode.
-        kind: Kind of the installed lanes, "ar" or "mtp".
-        depths: Chooses how many tokens each step drafts.
+        depths: Chooses the lane of each step and how many tokens it drafts.
     """
 
-    def __init__(self, policy: Policy, kind: str, depths: Depths) -> None:
+    def __init__(self, policy: Policy, depths: Depths) -> None:
         self._policy = policy
-        self._kind = kind
         self._depths = depths
         self._queue: dict[str, Entry] = {}
         self._rows: dict[str, Entry] = {}
@@ -157,9 +161,9 @@ class Core:
     def feed(self, message: OwnerMessage, now: float) -> None:
         """Take one message; a stale lease is dropped."""
         match message:
-            case Admit(lease, request_id, context, credits, at):
+            case Admit(lease, request_id, context, credits, at, priority):
                 self._queue[lease.row] = Entry(
-                    lease, request_id, context, credits, at, len(context.prompt)
+                    lease, request_id, context, credits, at, len(context.prompt), priority
                 )
             case Leave(lease, reason):
                 if self._held(lease):
@@ -190,10 +194,12 @@ class Core:
             messages=tuple(self._messages),
             notes=tuple(self._notes),
             width=len(plan.step.rows) if plan.step else 0,
-            lane=plan.step.lane if plan.step else None,
+            lane=plan.step.steps.lane if plan.step else None,
             step_s=outcome.step_s,
-            depth=plan.step.depth if plan.step else 0,
-            drafts=outcome.drafts,
+            depth=max(plan.step.steps.depths) if plan.step else 0,
+            drafts=tuple(
+                Drafts(d.drafted, d.accepted, len(d.tokens), d.branches) for d in outcome.steps
+            ),
             committed=sum(len(m.tokens) for m in self._messages if isinstance(m, Tokens)),
             prompt_tokens=read_tokens,
             read_s=outcome.read_s,
@@ -211,12 +217,11 @@ class Core:
     def _admit(self, now: float) -> list[tuple[str, RowContext]]:
         if not self._queue:
             return []
-        room = self._policy.room(self._scene(now))
         opened = []
-        for key in list(self._queue)[: max(0, room)]:
-            entry = self._queue.pop(key)
-            self._rows[key] = entry
-            opened.append((key, entry.context))
+        for row in self._policy.admit(tuple(self._queue.values()), self._scene(now)):
+            entry = self._queue.pop(row.key)
+            self._rows[row.key] = entry
+            opened.append((row.key, entry.context))
             self._messages.append(Admitted(entry.lease, max(0.0, now - entry.queued_at)))
         return opened
 
@@ -235,25 +240,25 @@ class Core:
         self._stepping = frozenset(choice.step)
         if not choice.step:
             return None
-        cohort = self._cohort_of(choice.step, now)
-        depth = self._depths.choose(len(choice.step))
-        return StepPlan(choice.step, cohort.lane, cohort.geometry, depth, cohort.cohort_id)
+        steps = self._depths.choose(choice.step)
+        return StepPlan(choice.step, steps, self._cohort_of(choice.step, steps, now).cohort_id)
 
-    def _cohort_of(self, rows: tuple[str, ...], now: float) -> Cohort:
-        """Return the open cohort of exactly these rows, sealing it when it is a new set."""
+    def _cohort_of(self, rows: tuple[str, ...], steps: Steps, now: float) -> Cohort:
+        """Return the open cohort of exactly these rows on this lane, sealing it when it is new."""
         for cohort in self._cohorts:
-            if cohort.rows == rows:
+            if cohort.rows == rows and cohort.lane == steps.lane:
                 return cohort
         for old in list(self._cohorts):
             if not self._policy.keeps_cohorts or set(old.rows) & set(rows):
-                self._dissolve(old, "rows changed", now)
+                reason = "lane changed" if old.rows == rows else "rows changed"
+                self._dissolve(old, reason, now)
         self._sealed += 1
-        geometry = geometry_for(len(rows))
-        lane = lane_name(self._kind, geometry)
-        cohort = Cohort(f"cohort-{self._sealed}", rows, geometry, lane, now)
+        cohort = Cohort(f"cohort-{self._sealed}", rows, steps.geometry, steps.lane, now)
         self._cohorts.append(cohort)
         requests = tuple(self._rows[key].request_id for key in rows)
-        self._notes.append(CohortSealed(cohort.cohort_id, lane, geometry, rows, requests))
+        self._notes.append(
+            CohortSealed(cohort.cohort_id, cohort.lane, cohort.geometry, rows, requests)
+        )
         return cohort
 
     def _apply_read(self, plan: Plan, outcome: Outcome, now: float) -> int:
@@ -264,24 +269,27 @@ class Core:
         entry = self._rows[key]
         entry.unread -= tokens
         if outcome.read is not None:
-            self._take(entry, outcome.read, lane_name(self._kind, 1), 0, None, now)
+            self._take(entry, outcome.read, lane_name(self._depths.kind, 1), 0, None, now)
         entry.ready_at = now
         return tokens
 
     def _apply_step(self, plan: Plan, outcome: Outcome, now: float) -> None:
         if plan.step is None:
             return
-        self._costs.saw_step(plan.step.geometry, outcome.step_s)
-        width, lane, depth = len(plan.step.rows), plan.step.lane, plan.step.depth
-        self._depths.saw(width, depth, outcome.step_s, outcome.drafts)
+        rows, steps = plan.step.rows, plan.step.steps
+        longest = max(self._rows[key].length for key in rows)
+        self._costs.saw_step(steps.geometry, longest, outcome.step_s)
+        self._depths.saw(rows, steps, outcome.step_s, outcome.steps)
         cohort = next(c for c in self._cohorts if c.cohort_id == plan.step.cohort_id)
         cohort.steps += 1
         cohort.tokens += sum(len(delta.tokens) for delta in outcome.steps)
         cohort.drafted += sum(delta.drafted for delta in outcome.steps)
         cohort.accepted += sum(delta.accepted for delta in outcome.steps)
+        depth = max(steps.depths)
         cohort.depths[depth] = cohort.depths.get(depth, 0) + 1
         for delta in outcome.steps:
-            self._take(self._rows[delta.key], delta, lane, width, cohort.cohort_id, now)
+            row = self._rows[delta.key]
+            self._take(row, delta, steps.lane, len(rows), cohort.cohort_id, now)
 
     def _take(
         self,
@@ -322,6 +330,7 @@ class Core:
         if self._queue.pop(key, None) is not None:
             return
         del self._rows[key]
+        self._depths.forget(key)
         self._closing.append(key)
         for cohort in list(self._cohorts):
             if key in cohort.rows:

@@ -56,7 +56,8 @@ class Engine:
         steps: tuple[RowDelta, ...] = ()
         if plan.step is not None:
             rows = [self._rows[key] for key in plan.step.rows]
-            steps = tuple(self._lanes[plan.step.lane].step(rows, plan.step.depth))
+            how = plan.step.steps
+            steps = tuple(self._lanes[how.lane].step(rows, how.depths))
         return Outcome(read, between - began, steps, self._clock() - between)
 
     def hand_out(self, outcome: Outcome) -> Turn:

@@ -16,16 +16,15 @@ from ..runtime.blas import Blas
 from ..runtime.errors import BusyError
 from ..runtime.log import logger
 from ..runtime.meter import Meter
-from ..runtime.modes import EXPERIMENTAL, Mode
+from ..runtime.modes import EXPERIMENTAL, ONE_AT_A_TIME, Mode
 from ..runtime.settings import ServerArgs
 from ..runtime.text import Text
 from ..runtime.thread import Device, DeviceThread
 from .core import Core
-from .depth import Depths
 from .engine import Engine
 from .messages import OwnerMessage, Turn
 from .owner import ModelOwner
-from .policies import make_policy
+from .policies import make_depths, make_policy
 from .request import Generation, RequestActor
 
 HEARTBEAT_SECONDS: Final = 5.0  # silence lasts twice that at most, less than clients wait
@@ -166,9 +165,11 @@ async def keep_house(
     """Run the owner on a device and a nursery of request actors above it."""
     meter = Meter()
     pace = args.pace
-    places = {Mode.SERIAL: 1, Mode.COOPERATIVE: pace.max_active_requests}.get(
-        args.scheduler_mode, pace.decode_batch_max
-    )
+    places = pace.decode_batch_max
+    if args.scheduler_mode is Mode.COOPERATIVE:
+        places = pace.max_active_requests
+    elif args.scheduler_mode in ONE_AT_A_TIME:
+        places = 1
     owner = ModelOwner(device, meter, args.scheduler_mode.value, places, args.max_queue)
     async with trio.open_nursery() as root:
         await root.start(owner.run)
@@ -209,7 +210,6 @@ def _build(
     )
     installed = install(model, wanted)
     lanes = {lane.spec.name: lane for lane in installed.lanes}
-    narrow = installed.lanes[0].spec
     loaded.served = Served(
         name=card.name,
         family=card.family,
@@ -227,9 +227,18 @@ def _build(
     # What was loaded stays for good; looking through it again and again would stall steps.
     gc.collect()
     gc.freeze()
-    policy = make_policy(args.scheduler_mode, pace, args.prefill_share, narrow.prefill_tile)
-    depths = Depths(narrow.max_depth, args.fixed_depth)
-    return Engine(Core(policy, narrow.kind, depths), lanes, clock)
+    return Engine(make_core(args, installed.lanes), lanes, clock)
+
+
+def make_core(args: ServerArgs, lanes: Sequence[Lane]) -> Core:
+    """Return the scheduler core of a server's mode over its lanes, narrowest first."""
+    narrow, mode = lanes[0].spec, args.scheduler_mode
+    branching = next((lane.spec.name for lane in lanes if lane.spec.kind == "hyper"), None)
+    depths = make_depths(
+        mode, narrow.kind, narrow.max_depth, args.fixed_depth, args.cohort_policy, branching
+    )
+    share, tile = args.prefill_share, narrow.prefill_tile
+    return Core(make_policy(mode, args.pace, share, tile, args.cohort_policy), depths)
 
 
 def _log_start(
@@ -245,7 +254,7 @@ def _log_start(
     if not products.fast:
         log.warning("blas.slow", blas=products.name, detail=products.detail)
     if args.scheduler_mode in EXPERIMENTAL:
-        log.warning("mode.experimental")
+        log.warning("mode.experimental", cohort_policy=args.cohort_policy.value)
     log.info(
         "owner.started",
         model=loaded.served.name,

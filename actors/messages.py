@@ -4,7 +4,9 @@ from typing import Literal
 
 import msgspec
 
+from ..lanes.base import Branches
 from ..runtime.context import RowContext, TokenLogprob
+from ..runtime.modes import Priority
 
 Finish = Literal["stop", "length"]
 
@@ -22,6 +24,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     Args:
         credits: Tokens the request is ready to take before it grants more.
         at: When the request was received, in the owner's clock.
+        priority: What its turns weigh, where the mode knows priorities.
     """
 
     lease: Lease
@@ -29,6 +32,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     context: RowContext
     credits: int
     at: float
+    priority: Priority = Priority.NORMAL
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -121,13 +125,27 @@ class CohortDissolved(msgspec.Struct, frozen=True, tag=True):
 Note = CohortSealed | CohortDissolved
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """What one row drafted in a step and what came of it.
+
+    Args:
+        committed: Tokens the row gained.
+        branches: More of a step that drafted a tree.
+    """
+
+    drafted: int
+    accepted: int
+    committed: int
+    branches: Branches | None = None
+
+
 class Turn(msgspec.Struct, frozen=True):
     """All that one turn of the owner brought forth; it crosses to trio in one hop.
 
     Args:
         width: Real rows of the step, 0 when there was none.
-        depth: Tokens the step drafted a row.
-        drafts: Of each row how many tokens were drafted and how many of them accepted.
+        depth: The most tokens the step drafted for a row.
+        drafts: Of each row of the step what it drafted.
         state: What the owner is doing: idle, prefilling or decoding.
     """
 
@@ -137,7 +155,7 @@ class Turn(msgspec.Struct, frozen=True):
     lane: str | None
     step_s: float
     depth: int
-    drafts: tuple[tuple[int, int], ...]
+    drafts: tuple[Drafts, ...]
     committed: int
     prompt_tokens: int
     read_s: float

@@ -14,6 +14,7 @@ from ..runtime.context import RowContext
 from ..runtime.errors import BusyError, ModelError, OwnerDied
 from ..runtime.log import logger
 from ..runtime.meter import Meter
+from ..runtime.modes import Priority
 from ..runtime.thread import Device
 from .messages import (
     Admit,
@@ -85,7 +86,11 @@ class ModelOwner:
             raise OwnerDied(f"the model owner failed: {error!r}") from error
 
     def admit(
-        self, request_id: str, contexts: Sequence[RowContext], credits: int
+        self,
+        request_id: str,
+        contexts: Sequence[RowContext],
+        credits: int,
+        priority: Priority = Priority.NORMAL,
     ) -> tuple[list[Lease], trio.MemoryReceiveChannel[RowMessage]]:
         """Queue a request's rows at once, in order, and return what they will say.
 
@@ -98,7 +103,9 @@ class ModelOwner:
         self._check_room(len(contexts))
         # Unbounded, since what a row may send is bounded by the credits its request grants.
         send, receive = trio.open_memory_channel[RowMessage](math.inf)
-        leases = [self._admit(request_id, i, c, credits, send) for i, c in enumerate(contexts)]
+        leases = [
+            self._admit(request_id, i, c, credits, priority, send) for i, c in enumerate(contexts)
+        ]
         self._holders += 1
         return leases, receive
 
@@ -141,12 +148,13 @@ class ModelOwner:
         index: int,
         context: RowContext,
         credits: int,
+        priority: Priority,
         send: trio.MemorySendChannel[RowMessage],
     ) -> Lease:
         self._epoch += 1
         lease = Lease(f"{request_id}.{index}", self._epoch)
         self._open[lease] = send
-        self._device.post(Admit(lease, request_id, context, credits, self._clock()))
+        self._device.post(Admit(lease, request_id, context, credits, self._clock(), priority))
         return lease
 
     def _publish(self, turn: Turn) -> None:
@@ -173,7 +181,10 @@ class ModelOwner:
     def _count(self, turn: Turn) -> None:
         if turn.lane is not None:
             self._meter.saw_step(turn.lane, turn.width, turn.step_s)
-            self._meter.saw_drafts(turn.depth, turn.drafts)
+            self._meter.saw_drafts(turn.depth, [(d.drafted, d.accepted) for d in turn.drafts])
+            for drafts in turn.drafts:
+                if (tree := drafts.branches) is not None:
+                    self._meter.saw_branches(tree.carried, tree.nodes, tree.taken, drafts.committed)
         self._meter.tokens_committed += turn.committed
         if turn.prompt_tokens:
             self._meter.saw_read(turn.prompt_tokens, turn.read_s)

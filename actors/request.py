@@ -15,6 +15,7 @@ import trio
 from ..runtime.context import RowContext, TokenLogprob
 from ..runtime.log import logger
 from ..runtime.meter import Meter
+from ..runtime.modes import Priority
 from ..runtime.stops import StopMatcher
 from ..runtime.text import Detokenizer, Text
 from .messages import Admitted, Failed, Finish, Lease, Tokens
@@ -30,11 +31,13 @@ class Generation(msgspec.Struct, frozen=True):
     Args:
         rows: One context a choice.
         stops: Stop strings; one that appears ends a row just before it.
+        priority: What its turns weigh, where the mode knows priorities.
     """
 
     request_id: str
     rows: tuple[RowContext, ...]
     stops: tuple[str, ...] = ()
+    priority: Priority = Priority.NORMAL
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -133,7 +136,9 @@ class RequestActor:
         self.outcome: Outcome | None = None
         self._quiet = False
         # Here and not in the task, so that requests queue in the order they came in.
-        self._leases, self._replies = owner.admit(generation.request_id, generation.rows, CREDITS)
+        self._leases, self._replies = owner.admit(
+            generation.request_id, generation.rows, CREDITS, generation.priority
+        )
         self._log.info("request.queued", rows=[lease.row for lease in self._leases])
 
     @property

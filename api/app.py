@@ -17,6 +17,7 @@ from .models import list_models, show_model
 from .problems import from_exception, reply
 from .status import StatusPage
 from .tokens import detokenize, tokenize
+from .translate import PRIORITY_HEADER
 
 BODY_SECONDS: Final = 30.0  # a body that trickles in for longer is given up
 
@@ -74,11 +75,11 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.post("/v1/chat/completions")
     async def chat() -> Response:
-        return await chat_completions(house, await _body())
+        return await chat_completions(house, await _body(), request.headers.get(PRIORITY_HEADER))
 
     @app.post("/v1/completions")
     async def legacy() -> Response:
-        return await completions(house, await _body())
+        return await completions(house, await _body(), request.headers.get(PRIORITY_HEADER))
 
     @app.get("/v1/models")
     async def models() -> Response:

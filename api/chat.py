@@ -35,10 +35,14 @@ from .translate import Order, chat_order
 _DECODER: Final = msgspec.json.Decoder(ChatRequest)
 
 
-async def chat_completions(house: House, raw: bytes) -> Response:
-    """Serve one chat request, streamed or whole."""
+async def chat_completions(house: House, raw: bytes, priority: str | None) -> Response:
+    """Serve one chat request, streamed or whole.
+
+    Args:
+        priority: What the request's header asks for.
+    """
     body: ChatRequest = decode(_DECODER, raw)
-    order = await chat_order(body, new_request_id(), house.text, house.served, house.args)
+    order = await chat_order(body, new_request_id(), house.text, house.served, house.args, priority)
 
     def whole(choices: list[Collected], finished: Finished) -> ChatReply:
         return ChatReply(

@@ -27,10 +27,12 @@ from .translate import Order, completion_order
 _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(house: House, raw: bytes) -> Response:
-    """Serve one legacy completion, streamed or whole."""
+async def completions(house: House, raw: bytes, priority: str | None) -> Response:
+    """Serve one legacy completion, streamed or whole; see `chat_completions`."""
     body: CompletionRequest = decode(_DECODER, raw)
-    order = await completion_order(body, new_request_id(), house.text, house.served)
+    order = await completion_order(
+        body, new_request_id(), house.text, house.served, house.args, priority
+    )
 
     def whole(choices: list[Collected], finished: Finished) -> TextReply:
         return TextReply(

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ..runtime.modes import Priority
+
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
@@ -135,6 +137,12 @@ class ResponseFormat(Struct):
     json_schema: Any = None
 
 
+class PacelineFields(Struct, forbid_unknown_fields=True):
+    """What paceline alone knows; an unknown field in here is an error, not an extra."""
+
+    priority: Priority | None = None
+
+
 class SamplingFields(Struct, kw_only=True):
     """What both completion routes share. null is the same as leaving a field out."""
 
@@ -154,6 +162,7 @@ class SamplingFields(Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None  # extension: run to the budget
     user: str | None = None
+    paceline: PacelineFields | None = None  # extension
 
 
 class ChatRequest(SamplingFields, kw_only=True):

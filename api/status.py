@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from quart import Response
 
 from ..actors.house import House
-from ..runtime.modes import EXPERIMENTAL
+from ..runtime.modes import EXPERIMENTAL, Mode
 from .problems import reply
 
 STALLED_SECONDS: Final = 30.0  # without a turn while there is work
@@ -61,6 +61,20 @@ class StatusPage:
     def _idle_s(self) -> float:
         return max(0.0, self._now() - self._house.meter.last_progress)
 
+    def _hyper(self) -> dict[str, Any]:
+        """Return the section that mode hyper alone has."""
+        if self._house.args.scheduler_mode is not Mode.HYPER:
+            return {}
+        meter = self._house.meter
+        return {
+            "hyper": {
+                "admission_limit": 1,
+                "queue_depth": meter.queue_depth,
+                "reserved_width": max(lane.spec.geometry for lane in self._house.lanes),
+                "receipts": msgspec.to_builtins(list(meter.branches)),
+            }
+        }
+
     def _scheduler(self) -> dict[str, Any]:
         args, meter = self._house.args, self._house.meter
         pace = args.pace
@@ -80,6 +94,7 @@ class StatusPage:
                 "mtp": args.mtp,
                 "speculative_depth": args.speculative_depth,
                 "acceptance": args.acceptance,
+                "cohort_policy": args.cohort_policy.value,
                 "max_queue": args.max_queue,
             },
             "telemetry": {
@@ -106,6 +121,7 @@ class StatusPage:
                 "seconds_since_progress": round(self._idle_s(), 3),
                 "requests": dict(sorted(meter.requests.items())),
             },
+            **self._hyper(),
         }
 
 

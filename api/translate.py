@@ -11,6 +11,7 @@ from ..actors.house import Served
 from ..actors.request import Generation
 from ..runtime.context import SEED_MASK, RowContext, Sampling, row_seed
 from ..runtime.errors import CallerError, ContextOverflow
+from ..runtime.modes import PRIORITY_MODES, Priority
 from ..runtime.settings import ServerArgs
 from ..runtime.text import Text
 from .schemas import (
@@ -29,6 +30,7 @@ from .schemas import (
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 _INLINE_CHARACTERS: Final = 16_384  # longer prompts are tokenized off the event loop
+PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
 
 
@@ -54,9 +56,17 @@ class Order(msgspec.Struct, frozen=True):
 
 
 async def chat_order(
-    body: ChatRequest, request_id: str, text: Text, served: Served, args: ServerArgs
+    body: ChatRequest,
+    request_id: str,
+    text: Text,
+    served: Served,
+    args: ServerArgs,
+    header: str | None = None,
 ) -> Order:
     """Translate a chat request.
+
+    Args:
+        header: The priority its header names, if any.
 
     Raises:
         CallerError: For what cannot be served as it was asked.
@@ -76,6 +86,7 @@ async def chat_order(
         [prompt],
         text,
         served,
+        _priority(body, header, args),
         asked=asked,
         alternatives=alternatives,
         prompt_param="messages",
@@ -83,9 +94,14 @@ async def chat_order(
 
 
 async def completion_order(
-    body: CompletionRequest, request_id: str, text: Text, served: Served
+    body: CompletionRequest,
+    request_id: str,
+    text: Text,
+    served: Served,
+    args: ServerArgs,
+    header: str | None = None,
 ) -> Order:
-    """Translate a legacy completion request.
+    """Translate a legacy completion request; see `chat_order`.
 
     Raises:
         CallerError: For what cannot be served as it was asked.
@@ -105,6 +121,7 @@ async def completion_order(
         prompts,
         text,
         served,
+        _priority(body, header, args),
         asked=max(1, asked),
         alternatives=body.logprobs,
         prompt_param="prompt",
@@ -160,6 +177,7 @@ def _order(
     prompts: Sequence[tuple[int, ...]],
     text: Text,
     served: Served,
+    priority: Priority,
     *,
     asked: int | None,
     alternatives: int | None,
@@ -192,7 +210,7 @@ def _order(
             for choice in range(n)
         ]
     return Order(
-        generation=Generation(request_id, tuple(rows), _stops(body)),
+        generation=Generation(request_id, tuple(rows), _stops(body), priority),
         prompts=tuple(prompts),
         n=n,
         seed=seed,
@@ -203,6 +221,30 @@ def _order(
         echo=echo,
         drop_completion=drop_completion,
     )
+
+
+def _priority(body: SamplingFields, header: str | None, args: ServerArgs) -> Priority:
+    """Return what the body asks for, or else its header.
+
+    Raises:
+        CallerError: For an unknown priority, or one that this server's mode has no use for.
+    """
+    asked, param = body.paceline.priority if body.paceline else None, "paceline.priority"
+    if asked is None and header is not None:
+        param = PRIORITY_HEADER
+        if header.lower() not in (known := [priority.value for priority in Priority]):
+            raise CallerError(f"{param}: {header!r} is not one of {', '.join(known)}", param=param)
+        asked = Priority(header.lower())
+    if asked in (None, Priority.NORMAL):
+        return Priority.NORMAL
+    if args.scheduler_mode not in PRIORITY_MODES:
+        modes = " or ".join(sorted(PRIORITY_MODES))
+        raise CallerError(
+            f"{param}: {asked.value!r} needs scheduler_mode {modes}; this server runs "
+            f"{args.scheduler_mode.value!r}",
+            param=param,
+        )
+    return asked
 
 
 def _seed(asked: int | None) -> int:

@@ -77,24 +77,32 @@ class ArLane:
         delta = ON_HOST.verify_one(last[None], Span(row, 0, []))
         return msgspec.structs.replace(delta, prompt_logprobs=scored)
 
-    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+    def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         """Run one step; see `Lane.step`."""
-        places: dict[int, Row] = {}
+        places: dict[int, tuple[Row, int]] = {}
         deltas = []
-        for row in rows:
+        for row, depth in zip(rows, depths, strict=True):
             try:
-                places[self._seats.take(row, rows)] = row
+                places[self._seats.take(row, rows)] = row, depth
             except RowError as error:
                 deltas.append(RowDelta(row.key, error=str(error)))
-        if not places:
-            return deltas
-        order = sorted(places)
-        stepping = [places[place] for place in order]
-        seated = Seated(self._seats.buffers(stepping), stepping, order)
-        return [*deltas, *self._step(seated, depth)]
+        while places:
+            order = sorted(places)
+            stepping = [places[place][0] for place in order]
+            slots = self._seats.buffers(stepping)
+            wanted = [places[place][1] for place in order]
+            try:
+                slots.reserve(max(slots.lengths) + 1 + max(wanted))
+            except RowError as error:  # room for the longest is what there is none of
+                row, _ = places.pop(max(order, key=lambda at: slots.lengths[at]))
+                deltas.append(RowDelta(row.key, error=str(error)))
+                self.close(row)  # its length must not weigh on the others' step
+                continue
+            return [*deltas, *self._step(Seated(slots, stepping, order), wanted)]
+        return deltas
 
-    def _step(self, seated: Seated, depth: int) -> list[RowDelta]:
-        """Step seated rows; nothing is drafted here, so depth is 0."""
+    def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:
+        """Step seated rows; nothing is drafted here, so every depth is 0."""
         layout = seated.layout([1] * len(seated.rows))
         tokens = mx.array([row.last_token for row in seated.rows])
         passed = self.trunk.step(seated.slots, layout, tokens)

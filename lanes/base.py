@@ -12,8 +12,10 @@ from ..runtime.context import RowContext, TokenLogprob
 if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
     import mlx.core as mx
 
+    from .fork import Fork
     from .halves import Halves
     from .ragged import Layout, Pass, RowSlots
+    from .tree import Reach
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -65,6 +67,24 @@ class LaneSpec(msgspec.Struct, frozen=True):
     choosing: str = "host"
 
 
+class Branches(msgspec.Struct, frozen=True):
+    """What a step that drafted a tree carried, and what came of it.
+
+    Args:
+        carried: Branches of the tree, each a way from its root to a leaf.
+        nodes: Tokens drafted, on all branches together.
+        taken: The branch that came true furthest, counted from the likeliest, which is 0.
+        main: Tokens on the likeliest branch.
+        main_accepted: How many of them, from the first, the model itself chose.
+    """
+
+    carried: int
+    nodes: int
+    taken: int
+    main: int
+    main_accepted: int
+
+
 class RowDelta(msgspec.Struct, frozen=True):
     """What one row gained in one call.
 
@@ -72,8 +92,9 @@ class RowDelta(msgspec.Struct, frozen=True):
         tokens: Newly chosen tokens, in order.
         logprobs: One entry a token when asked for, else empty.
         prompt_logprobs: Entries of prompt tokens just read, when asked for.
-        drafted: Tokens drafted for the row in this step.
+        drafted: Tokens drafted for the row in this step; in a tree, those of its longest branch.
         accepted: How many of them, from the first, the model itself chose.
+        branches: More of a step that drafted a tree.
         error: Why the row cannot go on; its neighbours are not concerned.
     """
 
@@ -83,6 +104,7 @@ class RowDelta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     drafted: int = 0
     accepted: int = 0
+    branches: Branches | None = None
     error: str | None = None
 
 
@@ -202,6 +224,16 @@ class Trunk(Protocol):
         """
         ...
 
+    def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
+        """Run the nodes of a tree of drafts behind one row and give every node's logits.
+
+        Nothing is written to the row: the caller keeps a branch (`Fork.keep`).
+
+        Args:
+            tokens: The nodes' token ids, [nodes].
+        """
+        ...
+
 
 class Lane(Protocol):
     """One way to run rows; rows may move between lanes between two calls."""
@@ -217,11 +249,11 @@ class Lane(Protocol):
         """Read up to `count` more prompt tokens; the last of them yields the first token."""
         ...
 
-    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+    def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         """Run one lockstep step over rows whose prompts are read; one delta a row.
 
         Args:
-            depth: Tokens to draft for each row, at most the lane's own `max_depth`.
+            depths: Tokens to draft for each row, at most the lane's own `max_depth`.
         """
         ...
 

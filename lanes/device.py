@@ -6,19 +6,20 @@ and log probabilities.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import mlx.core as mx
 
 from ..runtime import noise
 from ..runtime.context import RowContext, Sampling
+from ..runtime.errors import RowError
 from . import sampler
 from .base import Row, RowDelta
 from .choosing import Column, HostChooser, Span, known, on_host
 from .ragged import Pass
-from .sampler import Ids
-from .verify import Coupled, Draft, follow
+from .sampler import NOT_FINITE, Ids
+from .verify import Choice, Coupled, Draft, follow
 
 _TRIES: Final = 3
 _CLEARLY: Final = 1.5  # times faster the device must be; a draw would let restarts differ
@@ -60,19 +61,35 @@ class DeviceChooser:
         assert passed.logits is not None
         rows = [span.row for span in spans for _ in range(len(span.drafts) + 1)]
         at = [span.row.position + i for span in spans for i in range(len(span.drafts) + 1)]
-        picks = pick(passed.logits, rows, at, None)
-        passed.settle(picks, *columns)
+        picks, peaks = pick(passed.logits, rows, at, None), mx.max(passed.logits, axis=-1)
+        passed.settle(picks, peaks, *columns)
         found, drafted = _ints(picks), [_ints(column) for column in columns]
+        finite: list[bool] = mx.isfinite(peaks).tolist()  # type: ignore[assignment]
         resolve(spans, drafted)
         deltas = []
         for span in spans:
             if stays_on_device(span.row.context):
-                chosen = found[span.first : span.first + 1 + len(span.drafts)]
-                choices = ((token, None) for token in chosen)
-                deltas.append(span.delta(follow(span.row, choices, known(span.drafts))))
+                mine = slice(span.first, span.first + 1 + len(span.drafts))
+                deltas.append(_followed(span, _checked(found[mine], finite[mine])))
             else:
                 deltas.append(self._host.verify_one(passed.host(), span))
         return deltas
+
+
+def _followed(span: Span, choices: Iterator[Choice]) -> RowDelta:
+    """Commit a row's choices; what goes wrong in here is that row's alone."""
+    try:
+        return span.delta(follow(span.row, choices, known(span.drafts)))
+    except RowError as error:
+        return RowDelta(span.row.key, error=f"choosing a token failed: {error}")
+
+
+def _checked(tokens: Sequence[int], finite: Sequence[bool]) -> Iterator[Choice]:
+    """Give tokens one by one; one that was chosen from no finite logit ends its row."""
+    for token, sound in zip(tokens, finite, strict=True):
+        if not sound:
+            raise RowError(NOT_FINITE)
+        yield token, None
 
 
 def resolve(spans: Sequence[Span], columns: Sequence[Sequence[int]]) -> None:

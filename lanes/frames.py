@@ -10,8 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .fork import Fork
 from .ragged import Layout, RowSlots
 from .tiles import Tiles, tiled
+from .tree import Reach
 
 BLOCK: Final = 64  # keys of one attention product; divides every buffer's capacity
 _NEVER: Final = float("-inf")
@@ -76,25 +78,15 @@ class StepFrame:
         # Queries of one slot and group are rows of one product, [slots, groups, rows, size].
         rows = most * (heads // groups)
         grouped = spread(queries).reshape(slots, most, groups, -1, size).swapaxes(1, 2)
-        scores = self._in_pieces(grouped.reshape(slots, groups, rows, size))[:, :, :, None]
-        scores = scores @ self._in_blocks(self.slots.keys[layer]).swapaxes(-1, -2)
+        tile = self._tiles.tile_for(self._layout.total)
+        blocks = self._in_blocks(self.slots.keys[layer])
         # Only real rows go through the softmax: what is not a product is slow on this device.
-        flat = scores.swapaxes(3, 4).reshape(slots, groups, -1, self._blocks * BLOCK)[:, :, :rows]
-        weights = self._in_pieces(mx.softmax(flat + self._mask(rows), axis=-1))
-        weights = weights.reshape(*weights.shape[:-1], self._blocks, BLOCK).swapaxes(3, 4)
-        parts = weights @ self._in_blocks(self.slots.values[layer])
+        flat = _scores(grouped.reshape(slots, groups, rows, size), blocks, tile)
+        weights = mx.softmax(flat + self._mask(rows), axis=-1)
+        parts = _sums(weights, self._in_blocks(self.slots.values[layer]), tile)
         out = mx.sum(parts, axis=3).reshape(slots, groups, -1, size)[:, :, :rows]
         out = out.reshape(slots, groups, most, -1, size).swapaxes(1, 2)
         return self._layout.pack(out.reshape(slots, most, heads * size))
-
-    def _in_pieces(self, x: mx.array) -> mx.array:
-        """Cut [slots, groups, rows, width] into [slots, groups, pieces, tile, width]."""
-        slots, groups, rows, width = x.shape
-        tile = self._tiles.tile_for(self._layout.total)
-        pieces, tile = (1, rows) if tile == 1 else (-(-rows // tile), tile)
-        if pieces * tile > rows:
-            x = mx.pad(x, [(0, 0), (0, 0), (0, pieces * tile - rows), (0, 0)])
-        return x.reshape(slots, groups, pieces, tile, width)
 
     def _mask(self, rows: int) -> mx.array:
         """Return 0 where a query may look and -inf elsewhere, [slots, 1, rows, span]."""
@@ -105,11 +97,76 @@ class StepFrame:
         return self._masks[rows]
 
     def _in_blocks(self, buffer: mx.array | None) -> mx.array:
-        """View [slots, groups, capacity, size] as [slots, groups, 1, blocks, BLOCK, size]."""
-        assert buffer is not None
-        rows, groups, capacity, size = buffer.shape
-        blocks = buffer.reshape(rows, groups, 1, capacity // BLOCK, BLOCK, size)
-        return blocks[:, :, :, : self._blocks]
+        return _in_blocks(buffer)[:, :, :, : self._blocks]
+
+
+class ForkFrame:
+    """Nodes of a tree behind one row: what they share is attended to once, each tail by itself.
+
+    The blocks of keys that lie whole before the fork are multiplied with the queries of all
+    nodes. The rest, up to two blocks, is put together for each node as it would be if its branch
+    were the row; so every product has the operands that a step has, and its bits.
+    """
+
+    eager = True
+
+    def __init__(self, fork: Fork, reach: Reach, table: Table, tiles: Tiles) -> None:
+        self.table = table
+        self._fork = fork
+        self._tiles = tiles
+        nodes, most = reach.paths.shape
+        self._tile = tiles.tile_for(nodes)
+        self._paths = mx.array(reach.paths)
+        self._shared = fork.start // BLOCK
+        self._first = self._shared * BLOCK
+        self._last = -(-(fork.start + most) // BLOCK) * BLOCK
+        self._at = fork.start + reach.depths
+        self._masks: dict[int, mx.array] = {}
+
+    def product(self, linear: nn.Linear, x: mx.array) -> mx.array:
+        """Multiply [nodes, width] in whole tiles."""
+        return tiled(linear, x, self._tiles)
+
+    def going_on(self, x: mx.array) -> mx.array:
+        """Return everything: every node is asked for."""
+        return x
+
+    def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Attend with [nodes, heads, size] inputs; return [nodes, heads * size]."""
+        nodes, heads, size = queries.shape
+        groups = keys.shape[1]
+        each = heads // groups  # queries of one node and group
+        self._fork.add(layer, keys, values)
+        own_keys, own_values = self._fork.in_place(layer, self._first, self._last, self._paths)
+        grouped = queries.reshape(nodes, groups, each, size)
+        own = _scores(grouped, _in_blocks(own_keys), self._tile).swapaxes(0, 1)
+        scores = [own.reshape(1, groups, nodes * each, -1)]
+        if self._shared:
+            together = grouped.swapaxes(0, 1).reshape(1, groups, nodes * each, size)
+            blocks = self._shared_blocks(self._fork.slots.keys[layer])
+            scores.insert(0, _scores(together, blocks, self._tile))
+        weights = mx.softmax(mx.concatenate(scores, axis=-1) + self._mask(each), axis=-1)
+        own = weights[..., self._first :].reshape(groups, nodes, each, -1).swapaxes(0, 1)
+        own = _sums(own, _in_blocks(own_values), self._tile).swapaxes(3, 4)
+        own = own.reshape(nodes, groups, -1, *own.shape[4:])[:, :, :each].swapaxes(0, 1)
+        parts = [own.reshape(groups, nodes * each, *own.shape[3:])]
+        if self._shared:
+            blocks = self._shared_blocks(self._fork.slots.values[layer])
+            of_all = _sums(weights[..., : self._first], blocks, self._tile).swapaxes(3, 4)
+            of_all = of_all.reshape(groups, -1, *of_all.shape[4:])
+            parts.insert(0, of_all[:, : nodes * each])
+        out = mx.sum(mx.concatenate(parts, axis=2), axis=2)  # block by block, in order
+        return out.reshape(groups, nodes, each * size).swapaxes(0, 1).reshape(nodes, heads * size)
+
+    def _shared_blocks(self, buffer: mx.array | None) -> mx.array:
+        return _in_blocks(buffer)[:, :, :, : self._shared]
+
+    def _mask(self, each: int) -> mx.array:
+        """Return 0 where a query may look and -inf elsewhere, [1, 1, queries, span]."""
+        if each not in self._masks:
+            hidden = np.arange(self._last) > np.repeat(self._at, each)[:, None]
+            self._masks[each] = mx.array(np.where(hidden, _NEVER, 0).astype(np.float32))[None, None]
+        return self._masks[each]
 
 
 class PrefillFrame:
@@ -153,7 +210,7 @@ class PrefillFrame:
         return out[0].swapaxes(0, 1).reshape(tokens, heads * size)
 
 
-LockstepFrame = StepFrame | PrefillFrame
+LockstepFrame = StepFrame | PrefillFrame | ForkFrame
 
 
 class FrameCache:
@@ -166,3 +223,37 @@ class FrameCache:
     def make_mask(self, tokens: int, **_: Any) -> None:
         """Return nothing: the frame masks on its own."""
         return
+
+
+def _in_pieces(x: mx.array, tile: int) -> mx.array:
+    """Cut [slots, groups, rows, width] into [slots, groups, pieces, tile, width]."""
+    slots, groups, rows, width = x.shape
+    pieces, tile = (1, rows) if tile == 1 else (-(-rows // tile), tile)
+    if pieces * tile > rows:
+        x = mx.pad(x, [(0, 0), (0, 0), (0, pieces * tile - rows), (0, 0)])
+    return x.reshape(slots, groups, pieces, tile, width)
+
+
+def _in_blocks(buffer: mx.array | None) -> mx.array:
+    """View [slots, groups, capacity, size] as [slots, groups, 1, blocks, BLOCK, size]."""
+    assert buffer is not None
+    rows, groups, capacity, size = buffer.shape
+    return buffer.reshape(rows, groups, 1, capacity // BLOCK, BLOCK, size)
+
+
+def _scores(queries: mx.array, blocks: mx.array, tile: int) -> mx.array:
+    """Multiply [slots, groups, rows, size] with blocks of keys; return [..., rows, span]."""
+    slots, groups, rows, _ = queries.shape
+    scores = _in_pieces(queries, tile)[:, :, :, None] @ blocks.swapaxes(-1, -2)
+    return scores.swapaxes(3, 4).reshape(slots, groups, -1, blocks.shape[3] * BLOCK)[:, :, :rows]
+
+
+def _sums(weights: mx.array, blocks: mx.array, tile: int) -> mx.array:
+    """Multiply [slots, groups, rows, span] with blocks of values.
+
+    Returns:
+        The sum over each block by itself, [slots, groups, pieces, blocks, tile, size].
+    """
+    pieces = _in_pieces(weights, tile)
+    pieces = pieces.reshape(*pieces.shape[:-1], blocks.shape[3], BLOCK).swapaxes(3, 4)
+    return pieces @ blocks

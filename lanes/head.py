@@ -12,14 +12,16 @@ import mlx.core as mx
 import numpy as np
 
 from .base import Trunk
+from .fork import Fork
 from .frames import FrameCache, LockstepFrame
 from .halves import Halves
 from .heads.qwen3_next import HeadParts
-from .lockstep import LockstepBlock, LockstepTrunk, Rotation, prefill_frame, step_frame
+from .lockstep import LockstepBlock, LockstepTrunk, Rotation, fork_frame, prefill_frame, step_frame
 from .ragged import Frame, Layout, RowSlots, StepCache
 from .sampler import Ids
-from .stock import SPAN_GRAIN
+from .stock import SPAN_GRAIN, fork_caches
 from .tiles import tiled
+from .tree import Reach
 
 LONG: Final = 16  # positions to read from which a row is read alone, as a prompt is
 
@@ -54,6 +56,18 @@ class Head(Protocol):
 
         Returns:
             The head's own hidden states, [slots that take part, hidden size].
+        """
+        ...
+
+    def branch(self, fork: Fork, reach: Reach, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """Run drafts of a tree, new ones behind those the fork has already.
+
+        Args:
+            hidden: The head's hidden states each was drafted from, [drafts, hidden size].
+            tokens: The drafts, [drafts].
+
+        Returns:
+            The head's hidden states of the drafts, [drafts, hidden size].
         """
         ...
 
@@ -115,6 +129,10 @@ class LockstepHead(_Drafting):
         frame = step_frame(slots, lengths, layout, self._turns, self._tiles, last_only=True)
         return self._run(frame, hidden, tokens)
 
+    def branch(self, fork: Fork, reach: Reach, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """See `Head.branch`."""
+        return self._run(fork_frame(fork, reach, self._turns, self._tiles), hidden, tokens)
+
     def logits(self, hidden: mx.array) -> mx.array:
         """See `Head.logits`."""
         return tiled(self.output, hidden, self._tiles)
@@ -153,6 +171,14 @@ class StockHead(_Drafting):
         if layout.most > 1:
             packed = packed[mx.array(layout.last)]
         normed: mx.array = self.parts.norm(packed)
+        return normed
+
+    def branch(self, fork: Fork, reach: Reach, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """See `Head.branch`."""
+        (cache,) = fork_caches(fork, reach, [self.layer])
+        x = self.parts.fc(self.joint(hidden, tokens))[:, None]
+        layer: Any = self.parts.layers[0]
+        normed: mx.array = self.parts.norm(layer(x, cache.make_mask(1), cache)[:, 0])
         return normed
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ from ..runtime.modes import Mode
 from ..runtime.text import Text
 from .base import Lane, Receipt, Row
 from .geometry import GEOMETRIES, lane_name
+from .hyper import KIND
 from .install import Installed, Wanted, install
 from .numerics import B1_EXACT, BALANCED
 
@@ -102,6 +103,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     model = checkpoint.load()
     plain, plain_reports = _try(model, Mode.AR_BATCH, "ar")
     drafting, drafting_reports = _try(checkpoint.load(), Mode.MTP_BATCH, "mtp")
+    _, branching_reports = _try(checkpoint.load(), Mode.HYPER, KIND)
     installed = drafting or plain
     if installed is None:
         installed = install(checkpoint.load(), Wanted(Mode.SERIAL))
@@ -113,7 +115,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         arithmetic=installed.arithmetic,
         arithmetic_why=installed.why,
         head=drafting.head if drafting else drafting_reports[0].why_not,
-        lanes=[*plain_reports, *drafting_reports],
+        lanes=[*plain_reports, *drafting_reports, branching_reports[-1]],
         row_bytes_per_token=_row_bytes(installed.lanes[0], rows[0]),
         acceptance=_acceptance(drafting, text, checkpoint.tokens) if drafting else [],
         numerics=_numerics(checkpoint, drafting, rows) if drafting else [],
@@ -192,7 +194,7 @@ def _run(lane: Lane, contexts: Sequence[RowContext], depth: int, meter: Meter) -
         lane.prefill(row, len(row.context.prompt))
     live = rows
     while live:
-        deltas = lane.step(live, depth)
+        deltas = lane.step(live, [depth] * len(live))
         meter.saw_drafts(depth, [(delta.drafted, delta.accepted) for delta in deltas])
         live = [row for row in rows if row.left > 0]
     for row in rows:

@@ -20,6 +20,7 @@ from .halves import Halves, halves
 from .head import Head, LockstepHead, StockHead
 from .heads.qwen3_next import HeadParts, build_head
 from .heads.source import HeadSource, find_head
+from .hyper import HYPER_LANE, HyperLane
 from .lockstep import LockstepTrunk
 from .mtp import MtpLane
 from .numerics import B1_EXACT, BALANCED, InTurn, balance
@@ -35,6 +36,8 @@ NEEDS: Final[dict[Mode, Sequence[int]]] = {
     Mode.COOPERATIVE: (1,),
     Mode.AR_BATCH: GEOMETRIES,
     Mode.MTP_BATCH: GEOMETRIES,
+    Mode.MTP_COHORT_EXPERIMENTAL: GEOMETRIES,
+    Mode.HYPER: (1,),  # and the lane that carries branches, whose steps are those of B1
 }
 
 
@@ -79,17 +82,13 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
     Raises:
         LaneRefused: When a check fails; nothing else is run in its place.
         HeadRefused: When the mode needs a head and there is none, or the model's own is damaged.
-        ModelError: When the mode or the model has no lane in this build.
+        ModelError: When the model has no lane for the mode.
     """
-    if wanted.mode not in NEEDS:
-        names = ", ".join(m.value for m in NEEDS)
-        raise ModelError(
-            f"scheduler_mode {wanted.mode.value!r} is not installed in this build; it has: {names}"
-        )
     needed = [g for g in NEEDS[wanted.mode] if g <= geometry_for(wanted.widest)]
     found, origin = _find(model, wanted)
     parts = found[1] if found else None
-    trunk, why = _choose_trunk(model, parts, needed, wanted.exact_widths)
+    one_row = needed[-1] == 1 and wanted.mode is not Mode.HYPER
+    trunk, why = _choose_trunk(model, parts, one_row, wanted.exact_widths)
     head = _attach(trunk, *found) if found else None
     if wanted.numerics == BALANCED:
         why += "; " + balance(trunk, model.net.layers[0])
@@ -104,6 +103,10 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
         receipt = checker.check(lane_name("ar" if head is None else "mtp", geometry), geometry)
         receipt = msgspec.structs.replace(receipt, checks=(*receipt.checks, *golden))
         lanes.append(_lane(trunk, geometry, model, receipt, chooser, head, wanted))
+    if wanted.mode is Mode.HYPER:
+        assert head is not None, "a mode that must draft is refused without a head"
+        receipt = checker.check_branching(HYPER_LANE, lanes[0].receipt)
+        lanes.append(HyperLane(trunk, model.card.dtype, receipt, chooser, head))
     return Installed(tuple(lanes), trunk.arithmetic, why, origin)
 
 
@@ -184,9 +187,13 @@ def _golden(head: Head, trunk: Trunk, source: HeadSource, model: LoadedModel) ->
 
 
 def _choose_trunk(
-    model: LoadedModel, parts: HeadParts | None, geometries: Sequence[int], exact_widths: bool
+    model: LoadedModel, parts: HeadParts | None, one_row: bool, exact_widths: bool
 ) -> tuple[Trunk, str]:
-    """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers."""
+    """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers.
+
+    Args:
+        one_row: Whether no pass will hold more than one row and one branch of it.
+    """
     net, vocab_size = model.net, model.card.vocab_size
     why_not = _why_not_constant_shape(model)
     if why_not is None:
@@ -200,10 +207,10 @@ def _choose_trunk(
     foreign = foreign_caches(net)
     if not foreign:
         return StockTrunk(net, vocab_size), why_not
-    if max(geometries) > 1:
+    if not one_row:
         raise ModelError(
             f"model {model.card.name!r} keeps its state in {', '.join(foreign)}, which holds no "
-            "rows side by side; serve it with scheduler_mode serial or cooperative"
+            "rows or branches side by side; serve it with scheduler_mode serial or cooperative"
         )
     return SoloTrunk(net, vocab_size), f"{why_not}; state in {', '.join(foreign)}"
 

@@ -14,10 +14,12 @@ from mlx_lm.models import llama
 from numpy.typing import NDArray
 
 from ..runtime.errors import ModelError
-from .frames import FrameCache, LockstepFrame, PrefillFrame, StepFrame, Table
+from .fork import Fork
+from .frames import ForkFrame, FrameCache, LockstepFrame, PrefillFrame, StepFrame, Table
 from .halves import Halves
 from .ragged import Layout, Pass, RowSlots, SlotMaker
 from .tiles import Tiles, tiled
+from .tree import Reach
 
 
 class LockstepTrunk(SlotMaker):
@@ -70,6 +72,11 @@ class LockstepTrunk(SlotMaker):
         )
         return Pass(slots, layout, hidden, self._logits(hidden))
 
+    def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
+        """Run the nodes of a tree; see `Trunk.branch`."""
+        hidden = self._run(tokens, fork_frame(fork, reach, self._turns, self.tiles))
+        return Pass(fork.slots, Layout([len(reach.depths)]), hidden, self._logits(hidden))
+
     def _run(self, tokens: mx.array, frame: LockstepFrame) -> mx.array:
         caches = [FrameCache(frame, layer) for layer in range(self.layers)]
         return self.halves.body(tokens[:, None], caches)[:, 0]
@@ -110,6 +117,16 @@ def prefill_frame(
     """
     slots.reserve(start + count)
     return PrefillFrame(slots, slot, start, turns.table(np.arange(start, start + count)))
+
+
+def fork_frame(fork: Fork, reach: Reach, turns: "Rotation", tiles: Tiles) -> ForkFrame:
+    """Make room behind a row for the longest of some branches and return their frame.
+
+    Raises:
+        RowError: When there is no memory for it.
+    """
+    fork.slots.reserve(fork.start + reach.paths.shape[1])
+    return ForkFrame(fork, reach, turns.table(fork.start + reach.depths), tiles)
 
 
 class Rotation:

@@ -41,9 +41,11 @@ class MtpLane(ArLane):
         self.spec = msgspec.structs.replace(self.spec, max_depth=MAX_DEPTH)
         self._drafting = head
 
-    def _step(self, seated: Seated, depth: int) -> list[RowDelta]:
+    def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:
         # A row near its budget drafts no more than it may still commit.
-        depths = [max(0, min(depth, row.left - 1)) for row in seated.rows]
+        depths = [
+            max(0, min(depth, row.left - 1)) for row, depth in zip(seated.rows, depths, strict=True)
+        ]
         drafter = Drafter(self._drafting, self.chooser, seated, depths)
         drafter.run()
         layout = seated.layout([1 + wanted for wanted in depths])
@@ -78,13 +80,11 @@ class Drafter:
 
     def run(self) -> None:
         """Draft depth by depth; `columns` and `drafts` hold what came of it."""
-        for row, place in zip(self._seated.rows, self._seated.places, strict=True):
-            if row.unheard_count > LONG:
-                hear(self._head, row, self._slots, place)
+        catch_up(self._head, self._seated)
         live = self._wanting(0)
         if not live:
             return
-        hidden = self._listen(live)
+        hidden = listen(self._head, self._seated, live)
         lengths = list(self._slots.drafted)
         while True:
             self._draft(hidden, live)
@@ -125,25 +125,6 @@ class Drafter:
         for i, draft in zip(live, column.drafts, strict=True):
             self.drafts[i].append(draft)
 
-    def _listen(self, live: Sequence[int]) -> mx.array:
-        """Read what was committed since the last draft; return each row's last hidden state."""
-        counts = [0] * len(self._seated.rows)
-        tokens: list[int] = []
-        spans: list[Hidden] = []
-        for i in live:
-            row, place = self._seated.rows[i], self._seated.places[i]
-            counts[i] = row.unheard_count
-            tokens += row.tokens_from(self._slots.drafted[place] + 1, counts[i])
-            spans += row.unheard
-            row.unheard = []
-        layout = self._seated.layout(counts)
-        hidden = self._head.step(
-            self._slots, self._slots.drafted, layout, gathered(spans), mx.array(tokens)
-        )
-        for i in live:
-            self._slots.drafted[self._seated.places[i]] += counts[i]
-        return hidden
-
     def _deepen(
         self, hidden: mx.array, lengths: list[int], live: Sequence[int], deeper: Sequence[int]
     ) -> mx.array:
@@ -161,3 +142,29 @@ class Drafter:
         for i in deeper:
             lengths[self._seated.places[i]] += 1
         return out
+
+
+def catch_up(head: Head, seated: Seated) -> None:
+    """Let a head read long runs of committed positions, as prompts are read."""
+    for row, place in zip(seated.rows, seated.places, strict=True):
+        if row.unheard_count > LONG:
+            hear(head, row, seated.slots, place)
+
+
+def listen(head: Head, seated: Seated, live: Sequence[int]) -> mx.array:
+    """Read what live rows committed since their last draft; return each one's last hidden state."""
+    slots = seated.slots
+    counts = [0] * len(seated.rows)
+    tokens: list[int] = []
+    spans: list[Hidden] = []
+    for i in live:
+        row, place = seated.rows[i], seated.places[i]
+        counts[i] = row.unheard_count
+        tokens += row.tokens_from(slots.drafted[place] + 1, counts[i])
+        spans += row.unheard
+        row.unheard = []
+    layout = seated.layout(counts)
+    hidden = head.step(slots, slots.drafted, layout, gathered(spans), mx.array(tokens))
+    for i in live:
+        slots.drafted[seated.places[i]] += counts[i]
+    return hidden

@@ -57,9 +57,10 @@ class InTurn:
         """Read prompt tokens; see `Lane.prefill`."""
         return self._narrow.prefill(row, count)
 
-    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+    def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         """Step every row once; see `Lane.step`."""
-        return [delta for row in rows for delta in self._narrow.step([row], depth)]
+        pairs = zip(rows, depths, strict=True)
+        return [delta for row, depth in pairs for delta in self._narrow.step([row], [depth])]
 
     def close(self, row: Row) -> None:
         """Let the row go; see `Lane.close`."""

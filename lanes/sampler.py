@@ -20,6 +20,8 @@ from .base import Row
 _CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
 _CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
 
+NOT_FINITE: Final = "the model produced no finite logit; the row cannot go on"
+
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
@@ -55,7 +57,7 @@ def finite(logits: Logits) -> Logits:
         RowError: When it is not.
     """
     if not np.isfinite(float(logits.max())):
-        raise RowError("the model produced no finite logit; the row cannot go on")
+        raise RowError(NOT_FINITE)
     return logits
 
 
@@ -107,6 +109,35 @@ def pick(logits: Logits, sampling: Sampling, key: tuple[int, int], ids: Ids | No
     else:
         at = _pick_unfiltered(logits, sampling.temperature, key, ids)
     return at if ids is None else int(ids[at])
+
+
+def best(
+    logits: Logits, sampling: Sampling, key: tuple[int, int], ids: Ids | None, count: int
+) -> tuple[list[int], NDArray[np.float64]]:
+    """Return the tokens with the highest scores under the noise named by `key`, best first.
+
+    The first is what `pick` chooses.
+
+    Args:
+        ids: The tokens the logits are of; None for the whole vocabulary.
+        count: How many, unless the filters keep fewer.
+
+    Returns:
+        The tokens, and their scores times the temperature, in units of logits.
+    """
+    temperature = sampling.temperature
+    if temperature == 0:
+        pool = top_tokens(logits, count)[:count]
+        scores = logits[pool].astype(np.float64)
+    elif sampling.filtered:
+        pool = filter_tokens(logits, sampling)
+        scores = temperature * _scores(logits, pool, temperature, key, ids)
+    else:
+        pool = _pool(logits, temperature, key, ids, count)
+        scores = temperature * _scores(logits, pool, temperature, key, ids)
+    order = np.argsort(-scores, kind="stable")[:count]
+    found = pool[order] if ids is None else ids[pool[order]]
+    return found.tolist(), scores[order]
 
 
 def filter_tokens(logits: Logits, sampling: Sampling) -> Ids:
@@ -183,21 +214,27 @@ def _total_weight(logits: Logits, temperature: float, peak: float) -> float:
 def _pick_unfiltered(
     logits: Logits, temperature: float, key: tuple[int, int], ids: Ids | None
 ) -> int:
-    """Take the best of the likeliest tokens, then only tokens whose noise could still beat it."""
-    top = top_tokens(logits, _CANDIDATES)
-    scores = _scores(logits, top, temperature, key, ids)
-    best = int(np.argmax(scores))
+    pool = _pool(logits, temperature, key, ids, 1)
+    return int(pool[np.argmax(_scores(logits, pool, temperature, key, ids))])
+
+
+def _pool(
+    logits: Logits, temperature: float, key: tuple[int, int], ids: Ids | None, count: int
+) -> Ids:
+    """Return tokens among which the `count` best lie: the likeliest, and those with much noise."""
+    top = top_tokens(logits, max(_CANDIDATES, count))
     if len(top) == logits.shape[0]:
-        return int(top[best])
-    # Everything else lies at or below the last candidate: to win it needs this much noise.
-    needed = float(scores[best]) - float(logits[top[-1]]) / temperature
+        return top
+    scores = _scores(logits, top, temperature, key, ids)
+    good = np.argpartition(-scores, count - 1)[:count]
+    # Everything else lies at or below the last candidate: to be among them it needs this much.
+    needed = float(scores[good].min()) - float(logits[top[-1]]) / temperature
     if needed > noise.GUMBEL_MAX:
-        return int(top[best])
+        return top[good]
     every = _all_tokens(logits.shape[0]) if ids is None else ids.astype(np.uint32)
     bits = noise.token_bits(key, every)
     rivals = np.flatnonzero(bits >= np.uint32(noise.bits_at_least(needed)))
-    pool = np.union1d(rivals, top[best : best + 1])
-    return int(pool[np.argmax(_scores(logits, pool, temperature, key, ids))])
+    return np.union1d(rivals, top[good])
 
 
 def _scores(

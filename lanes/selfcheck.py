@@ -20,6 +20,7 @@ from ..runtime.errors import LaneRefused
 from ..runtime.model import ModelCard
 from .ar import ArLane
 from .base import Check, Receipt, Row, Trunk
+from .branchcheck import check_branches
 from .choosing import ON_HOST, HostChooser, on_host
 from .head import Head
 from .mtp import MtpLane
@@ -97,11 +98,21 @@ class LaneChecker:
             worst = max(differences[at :: len(names)])
             found = f"{worst:.3g} of {self._bound:.3g} allowed"
             checks.append(Check(name, worst <= self._bound, found))
-        for check in checks:
-            if not check.passed:
-                raise LaneRefused(lane_name, check.name, check.found)
+        _refuse(lane_name, checks)
         seconds = round(time.perf_counter() - began, 3)
         return Receipt(tuple(checks), max(differences), seconds)
+
+    def check_branching(self, lane_name: str, narrow: Receipt) -> Receipt:
+        """Check the lane that carries branches, on top of what the narrow lane was checked for.
+
+        Raises:
+            LaneRefused: Naming the check that failed and what was seen.
+        """
+        began = time.perf_counter()
+        checks = check_branches(self._trunk, self._rows, self._alone, self._bound)
+        _refuse(lane_name, checks)
+        seconds = round(time.perf_counter() - began, 3)
+        return Receipt((*narrow.checks, *checks), narrow.max_logit_difference, seconds)
 
     def _rows_at(self, geometry: int) -> int:
         return geometry if self._head is None else max(geometry, _CASES)
@@ -159,7 +170,7 @@ class LaneChecker:
         traces = {row.key: Trace() for row in copies}
         for group in groups:
             for depth in depths:
-                deltas = lane.step(group, depth)
+                deltas = lane.step(group, [depth] * len(group))
                 logits = recorder.last.host()
                 for place, (row, delta) in enumerate(zip(group, deltas, strict=True)):
                     first = recorder.last.layout.first[place]
@@ -265,6 +276,12 @@ def _recursion(
         states = head.step(slots, lengths, one, states, mx.array([drafted]))
         found.append(on_host(states)[0])
     return np.stack(found)
+
+
+def _refuse(lane_name: str, checks: Sequence[Check]) -> None:
+    for check in checks:
+        if not check.passed:
+            raise LaneRefused(lane_name, check.name, check.found)
 
 
 def _apart(ours: Transcript, theirs: Transcript) -> float:

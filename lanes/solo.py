@@ -13,9 +13,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..runtime.errors import ModelError
+from .fork import Fork
 from .halves import halves
 from .ragged import Layout, Pass, RowSlots, SlotMaker
 from .stock import run
+from .tree import Reach
 
 _CHECKPOINTED: Final = (KVCache, ArraysCache)
 
@@ -103,6 +105,14 @@ class SoloTrunk(SlotMaker):
         assert passed.logits is not None
         hidden = None if passed.hidden is None else passed.hidden[again:]
         return Pass(slots, layout, hidden, passed.logits[again:])
+
+    def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
+        """Refuse: a state that runs on cannot be in several branches.
+
+        Raises:
+            ModelError: Always; `install` sees to it that nobody asks.
+        """
+        raise ModelError("this model's caches cannot hold branches side by side")
 
     def _run(self, slots: RowSlots, tokens: list[int], want: str) -> Pass:
         assert isinstance(slots, CachedRow)

@@ -11,8 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from .fork import Fork, ForkCache
 from .halves import Halves, halves
 from .ragged import Frame, Layout, Pass, RowSlots, SlotMaker, StepCache
+from .tree import Reach
 
 SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
 
@@ -44,11 +46,28 @@ class StockTrunk(SlotMaker):
         """Run a few tokens a slot; see `Trunk.step`."""
         return self._run(slots, layout, tokens, "all")
 
+    def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
+        """Run the nodes of a tree, each as a row of one position; see `Trunk.branch`."""
+        caches = fork_caches(fork, reach, range(self.layers))
+        layout = Layout([len(reach.depths)])
+        return run(self._net, self.halves, fork.slots, layout, tokens[:, None], caches, "all")
+
     def _run(self, slots: RowSlots, layout: Layout, tokens: mx.array, want: str) -> Pass:
         slots.reserve(max(slots.lengths) + layout.most)
         frame = Frame(slots.lengths, layout.most, SPAN_GRAIN)
         caches = [StepCache(slots, layer, frame) for layer in range(self.layers)]
         return run(self._net, self.halves, slots, layout, layout.spread(tokens), caches, want)
+
+
+def fork_caches(fork: Fork, reach: Reach, layers: Sequence[int]) -> list[ForkCache]:
+    """Make room behind a row for the longest of some branches and return caches for their pass.
+
+    Raises:
+        RowError: When there is no memory for it.
+    """
+    span = -(-(fork.start + reach.paths.shape[1]) // SPAN_GRAIN) * SPAN_GRAIN
+    fork.slots.reserve(span)
+    return [ForkCache(fork, layer, reach, span) for layer in layers]
 
 
 def run(

@@ -19,6 +19,7 @@ from ..runtime.context import Sampling, TokenLogprob
 from . import sampler
 from .base import Row
 from .sampler import Ids, Logits
+from .tree import Tree
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -90,7 +91,20 @@ class Coupled:
         """Choose as the model will, from the head's logits; see `Acceptance.draft`."""
         sampling = row.context.sampling
         key = noise.stream_key(row.context.seed, row.position + len(before))
-        return Draft(sampler.pick(_foreseen(logits, row, before, ids), sampling, key, ids))
+        return Draft(sampler.pick(_foreseen(logits, row, _tokens(before), ids), sampling, key, ids))
+
+    def candidates(
+        self, logits: Logits, row: Row, before: Sequence[int], ids: Ids | None, count: int
+    ) -> tuple[list[int], NDArray[np.float64]]:
+        """Return the tokens that the model will choose most likely, given the drafts `before`.
+
+        Returns:
+            Up to `count` tokens, the one that `draft` gives first, and their perturbed scores in
+            units of logits.
+        """
+        sampling = row.context.sampling
+        key = noise.stream_key(row.context.seed, row.position + len(before))
+        return sampler.best(_foreseen(logits, row, before, ids), sampling, key, ids, count)
 
     def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
         """Choose position by position, as plain decoding does; see `Acceptance.verify`."""
@@ -105,7 +119,7 @@ class Rejection:
     def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
         """Draw from the head's own distribution, filtered as the row asks."""
         sampling = row.context.sampling
-        adjusted = _foreseen(logits, row, before, ids)
+        adjusted = _foreseen(logits, row, _tokens(before), ids)
         key = noise.stream_key(row.context.seed, row.position + len(before), noise.DRAFT)
         return Draft(sampler.pick(adjusted, sampling, key, ids), spread(adjusted, sampling, ids))
 
@@ -160,6 +174,34 @@ def follow(row: Row, choices: Iterable[Choice], drafts: Sequence[Draft]) -> Verd
     return verdict
 
 
+def follow_tree(row: Row, logits: Logits, tree: Tree) -> tuple[Verdict, list[int]]:
+    """Commit what the model chooses from node to node of a tree, as plain decoding would.
+
+    Args:
+        logits: The model's, of every node, [nodes, vocabulary].
+
+    Returns:
+        The verdict, and the nodes whose keys and values the row keeps: one a committed token.
+
+    Raises:
+        RowError: When the logits are not finite where it matters; tokens before are committed.
+    """
+    verdict, kept = Verdict([], []), [0]
+    while True:
+        token, report = sampler.choose(logits[kept[-1]], row)
+        row.commit(token)
+        verdict.tokens.append(token)
+        if report is not None:
+            verdict.logprobs.append(report)
+        node = tree.child(kept[-1], token)
+        if node is None:
+            return verdict, kept
+        verdict.accepted += 1
+        if token in row.context.end_ids:
+            return verdict, kept
+        kept.append(node)
+
+
 ACCEPTANCE: Final[Mapping[str, Acceptance]] = {a.name: a for a in (Coupled(), Rejection())}
 
 
@@ -181,13 +223,17 @@ def spread(logits: Logits, sampling: Sampling, ids: Ids | None) -> Spread:
     return Spread(at if ids is None else ids[at], weights / weights.sum())
 
 
-def _foreseen(logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Logits:
+def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) -> Logits:
     """Adjust a head's logits as the model's will be: penalties count the drafts before."""
     sampling = row.context.sampling
     counts: Mapping[int, int] = row.counts
     if before and sampling.penalised:
-        counts = Counter(row.counts) + Counter(draft.token for draft in before)
+        counts = Counter(row.counts) + Counter(before)
     return sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
+
+
+def _tokens(drafts: Sequence[Draft]) -> list[int]:
+    return [draft.token for draft in drafts]
 
 
 def _share(of: Spread, token: int) -> float:

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 _RECENT: Final = 1024  # waits remembered for percentiles
+_RECEIPTS: Final = 32  # steps whose branches are remembered
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -15,6 +16,15 @@ class Quantiles(msgspec.Struct, frozen=True):
     p50: float | None
     p90: float | None
     p99: float | None
+
+
+class BranchReceipt(msgspec.Struct, frozen=True):
+    """One step that carried branches: how many, with how many drafts, and what came of them."""
+
+    branches: int
+    nodes: int
+    accepted_branch: int
+    tokens: int
 
 
 class Meter:
@@ -44,6 +54,7 @@ class Meter:
         self.read_seconds = 0.0
         self.requests: dict[str, int] = {}
         self.first_tokens: deque[float] = deque(maxlen=_RECENT)
+        self.branches: deque[BranchReceipt] = deque(maxlen=_RECEIPTS)
         self._waits: deque[float] = deque(maxlen=_RECENT)
 
     def saw_cohort(self, width: int) -> None:
@@ -64,7 +75,8 @@ class Meter:
         """Count what a step drafted.
 
         Args:
-            rows: Of each row how many tokens were drafted and how many of them accepted.
+            rows: Of each row how many tokens were drafted, in a tree those of its longest
+                branch, and how many of them accepted.
         """
         self.steps_by_depth[depth] = self.steps_by_depth.get(depth, 0) + 1
         for drafted, accepted in rows:
@@ -74,6 +86,10 @@ class Meter:
             for at in range(1, min(drafted, accepted + 1) + 1):
                 self._reached[at] = self._reached.get(at, 0) + 1
                 self._accepted[at] = self._accepted.get(at, 0) + (at <= accepted)
+
+    def saw_branches(self, carried: int, nodes: int, taken: int, committed: int) -> None:
+        """Keep the receipt of a step that carried branches of one row."""
+        self.branches.append(BranchReceipt(carried, nodes, taken, committed))
 
     @property
     def acceptance_by_depth(self) -> dict[int, float]:

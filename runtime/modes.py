@@ -26,6 +26,22 @@ class Preset(StrEnum):
     THROUGHPUT = "throughput"
 
 
+class Priority(StrEnum):
+    """How much a request's turns weigh in `cooperative`, least first."""
+
+    BACKGROUND = "background"
+    NORMAL = "normal"
+    INTERACTIVE = "interactive"
+
+
+class CohortPolicy(StrEnum):
+    """How `mtp_cohort_experimental` forms its cohorts."""
+
+    DEPTH = "depth"
+    LENGTH = "length"
+    FAIR_FINISH = "fair-finish"
+
+
 class Pace(msgspec.Struct, frozen=True):
     """The four numbers a preset stands for.
 
@@ -52,8 +68,11 @@ DEFAULT_PRESET: Final = Preset.LATENCY
 
 EXPERIMENTAL: Final = frozenset({Mode.MTP_COHORT_EXPERIMENTAL})
 
-# What this build can run; the other modes are refused at start, never run as something else.
-INSTALLED: Final = (Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH, Mode.MTP_BATCH)
+# Modes in which one request's turns may weigh more than another's.
+PRIORITY_MODES: Final = frozenset({Mode.COOPERATIVE})
+
+# Modes that run one request at a time, first come, first served.
+ONE_AT_A_TIME: Final = frozenset({Mode.SERIAL, Mode.HYPER})
 
 # Modes that are nothing without drafts, and those that never draft.
 MUST_DRAFT: Final = frozenset({Mode.MTP_BATCH, Mode.MTP_COHORT_EXPERIMENTAL, Mode.HYPER})

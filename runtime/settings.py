@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from . import modes
 from .errors import SettingsError
-from .modes import DEFAULT_PRESET, PRESETS, Mode, Preset
+from .modes import DEFAULT_PRESET, PRESETS, CohortPolicy, Mode, Preset
 
 ENV_PREFIX: Final = "PACELINE_"
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -85,6 +85,9 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Literal["throughput", "balanced", "b1-exact"],
         _help("arithmetic of the mtp batch lanes"),
     ] = "throughput"
+    cohort_policy: Annotated[CohortPolicy, _help("how mtp_cohort_experimental forms cohorts")] = (
+        CohortPolicy.DEPTH
+    )
     context_tokens: Annotated[
         int, _help("context window; 0 takes the model's own", ge=0, le=10_000_000)
     ] = 0
@@ -175,6 +178,16 @@ def _clash(args: ServerArgs) -> tuple[tuple[str, ...], str] | None:
         for name in ("speculative_depth", "acceptance"):
             if getattr(args, name) != DEFAULTS[name]:
                 return (name,), f"{name}={getattr(args, name)!r} cannot be used with {why}"
+    if args.cohort_policy is not DEFAULTS["cohort_policy"] and mode not in modes.EXPERIMENTAL:
+        return ("cohort_policy",), (
+            f"cohort_policy={args.cohort_policy.value!r} needs scheduler_mode "
+            f"{Mode.MTP_COHORT_EXPERIMENTAL.value}, not {mode.value!r}"
+        )
+    if mode is Mode.HYPER and args.acceptance != "coupled":
+        return ("acceptance",), (
+            f"acceptance={args.acceptance!r} cannot be used with scheduler_mode 'hyper', whose "
+            "branches are told apart by coupled choices"
+        )
     if mode is Mode.HYPER:
         for name in modes.HYPER_REFUSES:
             if getattr(args, name):

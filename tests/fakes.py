@@ -5,20 +5,18 @@ No mocks: the actors, the owner and the scheduler core above these are the real 
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
 from paceline.actors.core import Core
-from paceline.actors.depth import Depths
 from paceline.actors.engine import Engine
-from paceline.actors.house import House, Loaded, Served, keep_house
+from paceline.actors.house import House, Loaded, Served, keep_house, make_core
 from paceline.actors.messages import OwnerMessage, Turn
-from paceline.actors.policies import make_policy
-from paceline.lanes.base import LaneSpec, Receipt, Row, RowDelta
+from paceline.lanes.base import Branches, LaneSpec, Receipt, Row, RowDelta
 from paceline.lanes.geometry import GEOMETRIES, lane_name
 from paceline.runtime.context import RowContext, Sampling
-from paceline.runtime.modes import MUST_DRAFT
+from paceline.runtime.modes import MUST_DRAFT, Mode
 from paceline.runtime.settings import ServerArgs
 
 STEP_S = 0.010
@@ -43,23 +41,37 @@ class Wear:
         return seconds
 
 
+class Nature(NamedTuple):
+    """How fake lanes behave where a test needs more than the usual.
+
+    Args:
+        script: A row's next token; a negative one fails the row.
+        accepts: How many drafts of a row are accepted in a step.
+        position_s: What each position of a step adds.
+        span_s: What each token of the longest row adds for each row of the geometry.
+    """
+
+    script: Callable[[Row], int] = lambda row: WORD_BASE + len(row.generated)
+    accepts: Callable[[Row], int] = lambda row: ACCEPTED
+    position_s: float = 0.0
+    span_s: float = 0.0
+
+
 class FakeLane:
     """A lane whose row emits the tokens WORD_BASE, WORD_BASE + 1, ... unless a script says else.
 
     A step takes STEP_S and a prompt token READ_S of virtual time, whatever the width; a draft
-    adds DRAFT_S and is accepted when it is among the first `ACCEPTED`.
+    adds DRAFT_S and is accepted when it is among the first `ACCEPTED`; see `Nature`.
     """
 
-    def __init__(
-        self, kind: str, geometry: int, wear: Wear, script: Callable[[Row], int] | None
-    ) -> None:
-        depth = MAX_DEPTH if kind == "mtp" else 0
+    def __init__(self, kind: str, geometry: int, wear: Wear, nature: Nature) -> None:
+        depth = 0 if kind == "ar" else MAX_DEPTH
         self.spec = LaneSpec(
             lane_name(kind, geometry), kind, geometry, "fake", "constant-shape", 1, TILE, depth
         )
         self.receipt = Receipt((), 0.0, 0.0)
         self._wear = wear
-        self._script = script or (lambda row: WORD_BASE + len(row.generated))
+        self._nature = nature
         self.open_rows: set[str] = set()
         self.step_widths: list[int] = []
         self.fail_next: Exception | None = None
@@ -75,28 +87,37 @@ class FakeLane:
         row.read += count
         return self._next(row) if row.read == len(row.context.prompt) else None
 
-    def step(self, rows: Sequence[Row], depth: int) -> list[RowDelta]:
+    def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         assert 1 <= len(rows) <= self.spec.geometry
         assert len({row.key for row in rows}) == len(rows)
         if self.fail_next is not None:
             raise self.fail_next
         self.step_widths.append(len(rows))
-        assert depth <= self.spec.max_depth
-        self._wear.seconds += STEP_S + depth * DRAFT_S
-        return [self._next(row, depth) for row in rows]
+        assert max(depths) <= self.spec.max_depth
+        longest = max(row.position for row in rows)
+        self._wear.seconds += (
+            STEP_S
+            + max(depths) * DRAFT_S
+            + sum(depths) * self._nature.position_s
+            + longest * self.spec.geometry * self._nature.span_s
+        )
+        return [self._next(row, depth) for row, depth in zip(rows, depths, strict=True)]
 
     def close(self, row: Row) -> None:
         self.open_rows.discard(row.key)
 
     def _next(self, row: Row, depth: int = 0) -> RowDelta:
-        accepted = min(depth, ACCEPTED)
+        accepted = min(depth, self._nature.accepts(row))
         tokens = []
         for _ in range(accepted + 1):
-            tokens.append(self._script(row))
+            tokens.append(self._nature.script(row))
             if tokens[-1] < 0:
                 return RowDelta(row.key, error="scripted failure")
             row.commit(tokens[-1])
-        return RowDelta(row.key, tuple(tokens), drafted=depth, accepted=accepted)
+        branches = None
+        if self.spec.kind == "hyper" and depth:
+            branches = Branches(2, 2 * depth, 0, depth, accepted)
+        return RowDelta(row.key, tuple(tokens), drafted=depth, accepted=accepted, branches=branches)
 
 
 class InlineDevice:
@@ -182,14 +203,25 @@ class Stand:
 
 @asynccontextmanager
 async def stand(
-    args: ServerArgs, script: Callable[[Row], int] | None = None, context: int = 8192
+    args: ServerArgs,
+    script: Callable[[Row], int] | None = None,
+    context: int = 8192,
+    nature: Nature | None = None,
+    drafts: bool = False,
 ) -> AsyncIterator[Stand]:
-    """Open a real house over fake lanes in the current clock."""
+    """Open a real house over fake lanes in the current clock.
+
+    Args:
+        drafts: Install lanes with a head in modes that may draft; those that must, always do.
+    """
     wear = Wear()
-    kind = "mtp" if args.scheduler_mode in MUST_DRAFT else "ar"
-    lanes = {lane_name(kind, g): FakeLane(kind, g, wear, script) for g in GEOMETRIES}
-    policy = make_policy(args.scheduler_mode, args.pace, args.prefill_share, TILE)
-    core = Core(policy, kind, Depths(MAX_DEPTH if kind == "mtp" else 0, args.fixed_depth))
+    nature = nature or (Nature(script) if script else Nature())
+    kind = "mtp" if drafts or args.scheduler_mode in MUST_DRAFT else "ar"
+    lanes = {lane_name(kind, g): FakeLane(kind, g, wear, nature) for g in GEOMETRIES}
+    if args.scheduler_mode is Mode.HYPER:
+        lanes = {name: lane for name, lane in lanes.items() if lane.spec.geometry == 1}
+        lanes["hyper-b8"] = FakeLane("hyper", 8, wear, nature)
+    core = make_core(args, tuple(lanes.values()))
     loaded = Loaded()
     loaded.served = Served(
         "fake", "fake", "fake", "cpu", "constant-shape", "none", context, 100_000, 1

@@ -20,14 +20,14 @@ import msgspec
 
 from ...runtime import blas
 from ...runtime.cache import cache_dir, locked
-from ...runtime.modes import INSTALLED
+from ...runtime.modes import Mode
 
 _START_SECONDS: Final = 180.0
 _NEVER_ENDS: Final = 5  # a control token the starter model does not produce
 MLX_LM: Final = "mlx-lm"
 MLX_LM_PLAIN: Final = "mlx-lm-as-installed"
 SERIAL_PLAIN: Final = "serial-no-mtp"
-KINDS: Final = (*(mode.value for mode in INSTALLED), SERIAL_PLAIN, MLX_LM, MLX_LM_PLAIN)
+KINDS: Final = (*(mode.value for mode in Mode), SERIAL_PLAIN, MLX_LM, MLX_LM_PLAIN)
 
 # mlx_lm.server behind the same BLAS as ours, for a comparison of the servers alone.
 _WITH_BLAS: Final = (

@@ -7,9 +7,7 @@ import trio
 
 from ...actors.house import House
 from ...runtime import blas, log
-from ...runtime.errors import ModelError
-from ...runtime.modes import INSTALLED
-from ...runtime.settings import ServerArgs, resolve
+from ...runtime.settings import resolve
 from ..server import run_server
 from .options import given, settings_options
 
@@ -20,7 +18,6 @@ def command(**flags: Any) -> None:
     """Serve a model at http://HOST:PORT/v1 (defaults in brackets)."""
     args = resolve(given(flags)).args
     log.configure(args.log_level, args.log_format)
-    refuse_uninstalled(args)
     products = blas.preload(
         args.fast_blas
     )  # before anything imports MLX, the starter's converter included
@@ -28,20 +25,6 @@ def command(**flags: Any) -> None:
 
     path = find_model(args.model)
     trio.run(run_server, args, path, products, announce)
-
-
-def refuse_uninstalled(args: ServerArgs) -> None:
-    """Refuse a mode this build cannot run.
-
-    Raises:
-        ModelError: Naming the modes there are.
-    """
-    if args.scheduler_mode not in INSTALLED:
-        names = ", ".join(mode.value for mode in INSTALLED)
-        raise ModelError(
-            f"scheduler_mode {args.scheduler_mode.value!r} is not installed in this build; "
-            f"choose one of: {names}"
-        )
 
 
 def announce(url: str, house: House) -> None:

@@ -11,7 +11,7 @@ from paceline.runtime.modes import PRESETS, Mode, Preset
 
 
 def _core(mode: Mode = Mode.AR_BATCH) -> Core:
-    return Core(make_policy(mode, PRESETS[Preset.LATENCY], 0.5, TILE), "ar", Depths(0))
+    return Core(make_policy(mode, PRESETS[Preset.LATENCY], 0.5, TILE), Depths("ar", 0))
 
 
 def _admit(core: Core, name: str, epoch: int, prompt: int = 1, budget: int = 9) -> Lease:
@@ -36,7 +36,7 @@ def test_a_row_is_admitted_read_and_stepped() -> None:
     assert isinstance(messages[1], Tokens)
     plan = core.next_plan(1.0)
     assert plan.step is not None
-    assert (plan.step.rows, plan.step.lane) == (("a",), "ar-b1")
+    assert (plan.step.rows, plan.step.steps.lane) == (("a",), "ar-b1")
     turn = core.apply(Outcome(steps=(RowDelta("a", (1001,)),), step_s=0.01), 1.0)
     assert isinstance(turn.notes[0], CohortSealed)
     assert turn.committed == 1

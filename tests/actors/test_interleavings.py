@@ -11,7 +11,7 @@ from tests.fakes import WORD_BASE, Stand, row_context, stand
 from paceline.actors.request import Ended, Generation, Outcome, Piece, RequestActor
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError
-from paceline.runtime.modes import Mode
+from paceline.runtime.modes import CohortPolicy, Mode, Priority
 from paceline.runtime.settings import ServerArgs
 
 Op = tuple[Literal["admit", "hang_up", "stall", "wait"], int, int]
@@ -25,7 +25,13 @@ _OPS = st.lists(
     ),
     max_size=40,
 )
-_MODES = st.sampled_from([Mode.SERIAL, Mode.COOPERATIVE, Mode.AR_BATCH, Mode.MTP_BATCH])
+_MODES = st.sampled_from(
+    [
+        *((mode, CohortPolicy.DEPTH) for mode in Mode),
+        *((Mode.MTP_COHORT_EXPERIMENTAL, trial) for trial in list(CohortPolicy)[1:]),
+    ]
+)
+_PRIORITIES = list(Priority)
 _FAILING_PROMPT = 13  # a prompt of this length fails at its third token
 _STALL_S = 5.0
 
@@ -64,13 +70,19 @@ class _Client:
                 self.seen.append(event.text)
 
 
-async def _play(mode: Mode, ops: list[Op]) -> tuple[Stand, list[_Client]]:
-    args = ServerArgs(scheduler_mode=mode, max_queue=6, client_stall_s=_STALL_S)
+async def _play(mode: Mode, trial: CohortPolicy, ops: list[Op]) -> tuple[Stand, list[_Client]]:
+    args = ServerArgs(
+        scheduler_mode=mode, cohort_policy=trial, max_queue=6, client_stall_s=_STALL_S
+    )
     clients: list[_Client] = []
     async with stand(args, _script) as place, trio.open_nursery() as nursery:
         for kind, value, budget in ops:
             if kind == "admit":
-                generation = Generation(f"r{len(clients)}", (row_context(value, budget),))
+                generation = Generation(
+                    f"r{len(clients)}",
+                    (row_context(value, budget),),
+                    priority=_PRIORITIES[value % 3],
+                )
                 try:
                     actor = place.house.start(generation)
                 except BusyError:
@@ -112,9 +124,11 @@ def _check(client: _Client) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(_MODES, _OPS)
-def test_nothing_leaks_and_everything_ends_once(mode: Mode, ops: list[Op]) -> None:
+def test_nothing_leaks_and_everything_ends_once(
+    mode: tuple[Mode, CohortPolicy], ops: list[Op]
+) -> None:
     """200 random histories: rows are freed, cohorts dissolved, each request ends exactly once."""
-    place, clients = trio.run(_play, mode, ops, clock=trio.testing.MockClock(autojump_threshold=0))
+    place, clients = trio.run(_play, *mode, ops, clock=trio.testing.MockClock(autojump_threshold=0))
     for client in clients:
         _check(client)
     for lane in place.lanes.values():

@@ -190,7 +190,7 @@ def main() -> None:
                 live.append(row)
             every = list(live)
             while live:
-                wide.step(live, MAX_DEPTH)
+                wide.step(live, [MAX_DEPTH] * len(live))
                 live = [
                     row
                     for row in live

@@ -63,6 +63,7 @@ WAYS = (
     Way(Mode.MTP_BATCH, True, 2, 8),
     Way(Mode.COOPERATIVE, True, None, 8),
     Way(Mode.MTP_BATCH, True, None, 1),
+    *(Way(Mode.HYPER, True, depth, 1) for depth in (None, 4, 2)),
 )
 
 
@@ -92,9 +93,12 @@ def contexts(text: Text, count: int, tokens: int) -> list[RowContext]:
 def run(way: Way, installed: Installed, rows: list[RowContext]) -> list[Answer]:
     """Run all rows through a mode's real scheduler core and lanes."""
     narrow = installed.lanes[0].spec
+    branching = next(
+        (lane.spec.name for lane in installed.lanes if lane.spec.kind == "hyper"), None
+    )
     policy = make_policy(way.mode, Pace(way.width, way.width, 0, 1024), 0.5, narrow.prefill_tile)
     lanes = {lane.spec.name: lane for lane in installed.lanes}
-    core = Core(policy, narrow.kind, Depths(narrow.max_depth, way.depth))
+    core = Core(policy, Depths(narrow.kind, narrow.max_depth, way.depth, branching))
     engine = Engine(core, lanes, time.perf_counter)
     order = list(range(len(rows)))
     random.Random(way.name).shuffle(order)
@@ -117,11 +121,12 @@ def run(way: Way, installed: Installed, rows: list[RowContext]) -> list[Answer]:
 
 def lanes_of(ways: tuple[Way, ...], given: argparse.Namespace) -> Iterator[tuple[Way, Installed]]:
     """Install lanes for each way, on one model for all that can share it."""
-    found: dict[tuple[bool, str], Installed] = {}
+    found: dict[tuple[bool, bool, str], Installed] = {}
     for way in ways:
-        key = (way.mtp, way.numerics)
+        key = (way.mtp, way.mode is Mode.HYPER, way.numerics)
         if key not in found:
             mode = Mode.MTP_BATCH if way.mtp else Mode.AR_BATCH
+            mode = Mode.HYPER if way.mode is Mode.HYPER else mode
             model = load(find_model("starter"), given.dtype, given.device, 0, "")
             wanted = Wanted(mode, exact_widths=given.exact_widths, numerics=way.numerics)
             found[key] = install(model, wanted)

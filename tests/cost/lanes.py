@@ -63,7 +63,7 @@ def run(lane: Lane, contexts: list[RowContext], width: int, depth: int, seen: Se
         live = rows
         began = time.perf_counter()
         while live:
-            deltas = lane.step(live, depth)
+            deltas = lane.step(live, [depth] * len(live))
             assert all(delta.error is None for delta in deltas)
             tokens += sum(len(delta.tokens) for delta in deltas)
             steps += 1

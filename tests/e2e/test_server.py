@@ -74,14 +74,6 @@ def test_a_bad_setting_exits_with_2_and_one_line() -> None:
     assert "environment PACELINE_MAX_ACTIVE_REQUESTS" in _one_line(done)
 
 
-@pytest.mark.parametrize("mode", ["mtp_cohort_experimental", "hyper"])
-def test_a_mode_that_is_not_installed_exits_with_3(mode: str) -> None:
-    """No other mode runs in its place."""
-    done = _paceline("serve", "--scheduler-mode", mode)
-    assert done.returncode == 3
-    assert "is not installed" in _one_line(done)
-
-
 def test_a_model_that_is_not_there_exits_with_3(tmp_path: Path) -> None:
     """A wrong path and a hub id without a network are one line each."""
     done = _paceline("serve", "--model", str(tmp_path))

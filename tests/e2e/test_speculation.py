@@ -148,12 +148,12 @@ def test_every_numerics_and_acceptance_serves(tiny: dict[str, Path], tmp_path: P
 
 
 def test_inspect_says_what_a_checkpoint_gets(tiny: dict[str, Path]) -> None:
-    """With a head six lanes install and are measured; without one three do, and three say why."""
+    """With a head seven lanes install and are measured; without one three do, four say why."""
     done = _paceline("inspect", str(tiny["headed"]), "--tokens", "6", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = [f"{kind}-b{g}" for kind in ("ar", "mtp") for g in (1, 3, 8)]
-    assert [lane["name"] for lane in found["lanes"]] == names
+    assert [lane["name"] for lane in found["lanes"]] == [*names, "hyper-b8"]
     assert all(lane["installs"] for lane in found["lanes"])
     assert [row["numerics"] for row in found["numerics"]] == ["throughput", "balanced", "b1-exact"]
     assert all(row["identical"] == row["requests"] == 8 for row in found["numerics"])
@@ -163,3 +163,46 @@ def test_inspect_says_what_a_checkpoint_gets(tiny: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert "no mtp.* weights" in done.stdout.replace("\n", " ")
     assert _paceline("inspect", "/nowhere").returncode == 3
+
+
+def test_hyper_serves_one_request_on_its_own_branches(
+    starter_path: Path, server: Server, tmp_path: Path
+) -> None:
+    """Four at once are answered in turn with the tokens of ar_batch; receipts show branches."""
+    flags = ("--scheduler-mode", "hyper", "--log-format", "json")
+    with running(tmp_path / "log", *flags) as hyper:
+        answers = _together(hyper, 4)
+        health = _health(hyper)["scheduler"]
+        sealed = [e for e in _events(hyper) if e["event"] == "cohort.sealed"]
+    for number, answer in enumerate(answers):
+        assert answer["choices"] == _ask(server, number)["choices"]
+    receipts = health["hyper"]["receipts"]
+    assert max(receipt["branches"] for receipt in receipts) > 1
+    assert sum(receipt["tokens"] for receipt in receipts) > len(receipts)
+    assert health["telemetry"]["rows_peak"] == 1
+    assert {event["real_width"] for event in sealed} == {1}
+    lanes = {lane["name"]: lane for lane in health["installed_lanes"]}
+    checks = {check["name"] for check in lanes["hyper-b8"]["receipt"]["checks"]}
+    assert {"branches against B1", "branch isolation", "kept branch against B1"} <= checks
+
+
+def test_a_trial_warns_at_start_and_serves(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Each cohort policy answers eight requests, with the warning first in its log."""
+    for trial in ("depth", "length", "fair-finish"):
+        flags = ("--scheduler-mode", "mtp_cohort_experimental", "--cohort-policy", trial)
+        model = ("--model", str(tiny["headed"]), "--log-format", "json")
+        with running(tmp_path / trial, *model, *flags) as server:
+            answers = _together(server, 8)
+            warned = [e for e in _events(server) if e["event"] == "mode.experimental"]
+        assert [a["usage"]["completion_tokens"] for a in answers] == [24] * 8
+        assert [e["cohort_policy"] for e in warned] == [trial]
+
+
+@pytest.mark.parametrize("mode", ["hyper", "mtp_cohort_experimental"])
+def test_modes_that_must_draft_refuse_a_model_without_a_head(
+    tiny: dict[str, Path], mode: str
+) -> None:
+    """Exit status 3 and one line."""
+    done = _paceline("serve", "--model", str(tiny["plain"]), "--scheduler-mode", mode)
+    assert done.returncode == 3
+    assert "needs an MTP head" in _one_line(done)

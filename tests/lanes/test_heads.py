@@ -16,7 +16,7 @@ from paceline.lanes.heads.qwen3_next import HeadParts, build_head
 from paceline.lanes.heads.source import HeadSource, find_head
 from paceline.lanes.install import Installed, Wanted, install
 from paceline.runtime.context import RowContext, Sampling
-from paceline.runtime.errors import HeadRefused, LaneRefused, NoHead
+from paceline.runtime.errors import HeadRefused, LaneRefused, ModelError, NoHead
 from paceline.runtime.model import LoadedModel, load
 from paceline.runtime.modes import Mode
 
@@ -203,6 +203,8 @@ def test_a_hybrid_model_drafts_alone_and_takes_wrong_drafts_back(
     expected = _decoded(plain, 0, 0, temperature)
     for depth in (0, 1, 2, 4):
         assert _decoded(drafting, 0, depth, temperature) == expected
+    with pytest.raises(ModelError, match=r"ArraysCache.*branches side by side"):
+        install(model, Wanted(Mode.HYPER))
 
 
 def test_a_state_that_cannot_be_taken_back_has_no_speculative_lane(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def _decoded(
         row = chosen.open(str(seed), context)
         chosen.prefill(row, 1000)
         while row.left > 0:
-            (delta,) = chosen.step([row], depth)
+            (delta,) = chosen.step([row], [depth])
             assert delta.error is None
         chosen.close(row)
         found.append(row.generated)

@@ -11,16 +11,18 @@ from mlx_lm.models import gemma3_text, qwen2
 from tests.lanes.tiny import CARD, VOCAB, tiny_llama
 
 from paceline.lanes.base import Trunk
-from paceline.lanes.install import Installed, Wanted, install
+from paceline.lanes.fork import Fork
+from paceline.lanes.install import NEEDS, Installed, Wanted, install
 from paceline.lanes.lockstep import LockstepTrunk, unsupported
 from paceline.lanes.ragged import Layout, Pass, RowSlots
 from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.stock import StockTrunk
 from paceline.lanes.tiles import Tiles
+from paceline.lanes.tree import Reach
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused, ModelError
 from paceline.runtime.model import LoadedModel
-from paceline.runtime.modes import Mode
+from paceline.runtime.modes import ONE_AT_A_TIME, Mode
 
 
 class _Leaky:
@@ -55,6 +57,9 @@ class _Leaky:
             assert passed.logits is not None
             passed.logits += self._leak * mx.roll(passed.logits, 1, 0) + self._bias
         return passed
+
+    def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
+        return self._inner.branch(fork, reach, tokens)
 
 
 def _stock() -> StockTrunk:
@@ -162,15 +167,16 @@ def test_a_model_with_other_caches_runs_alone() -> None:
     row = lane.open("r", RowContext(prompt, Sampling(temperature=0), 0, 20, frozenset()))
     lane.prefill(row, 1000)
     for _ in range(19):
-        lane.step([row], 0)
+        lane.step([row], [0])
     steps = generate_step(mx.array(prompt), net, max_tokens=20)
     assert row.generated == [int(token) for token, _ in steps]
 
 
-def test_an_uninstalled_mode_is_refused() -> None:
-    """A mode without lanes is an error that names those there are."""
-    with pytest.raises(ModelError, match="serial, cooperative, ar_batch"):
-        install(LoadedModel(tiny_llama(), CARD), Wanted(Mode.HYPER))
+def test_every_mode_has_lanes() -> None:
+    """None is only a name: B1 alone where one row steps at a time, all geometries elsewhere."""
+    assert set(NEEDS) == set(Mode)
+    alone = {mode for mode, geometries in NEEDS.items() if geometries == (1,)}
+    assert alone == ONE_AT_A_TIME | {Mode.COOPERATIVE}
 
 
 def test_constant_shape_says_why_it_cannot() -> None:

@@ -42,7 +42,7 @@ def _run(
     for row in rows:
         _keep(gained, lane.prefill(row, 10_000))
     for _ in range(steps):
-        for delta in lane.step(rows, 0):
+        for delta in lane.step(rows, [0] * len(rows)):
             _keep(gained, delta)
     for row in rows:
         lane.close(row)
@@ -124,7 +124,7 @@ def test_a_rows_bits_do_not_know_its_neighbours(
             lane.prefill(others[-1], 10_000)
         order: list[int] = data.draw(st.permutations(range(1 + len(others))), "order")
         stepping = [[row, *others][i] for i in order]
-        for found in lane.step(stepping, 0):
+        for found in lane.step(stepping, [0] * len(stepping)):
             if found.key == "row":
                 _keep(gained, found)
     for other in others:

@@ -12,17 +12,18 @@ from tests.lanes.tiny import VOCAB, some_ids, tiny_head, tiny_llama
 
 from paceline.lanes.ar import ArLane, Seated
 from paceline.lanes.base import Lane, Receipt, Row, RowDelta, Trunk
-from paceline.lanes.choosing import ON_HOST, Chooser, HostChooser, on_host
+from paceline.lanes.choosing import ON_HOST, Chooser, HostChooser, Span, on_host
 from paceline.lanes.device import DeviceChooser
 from paceline.lanes.head import Head, LockstepHead, StockHead
 from paceline.lanes.install import Installed
 from paceline.lanes.lockstep import LockstepTrunk, products
 from paceline.lanes.mtp import Drafter, MtpLane
-from paceline.lanes.ragged import Layout
+from paceline.lanes.ragged import Layout, Pass, RowSlots
 from paceline.lanes.stock import StockTrunk
 from paceline.lanes.tiles import probe_tiles
-from paceline.lanes.verify import ACCEPTANCE
+from paceline.lanes.verify import ACCEPTANCE, Draft
 from paceline.runtime.context import RowContext, Sampling, TokenLogprob
+from paceline.runtime.errors import RowError
 from paceline.runtime.text import Text
 
 RECEIPT = Receipt((), 0.0, 0.0)
@@ -113,7 +114,7 @@ def run(
                 take(lane.prefill(rows[i], 10_000))
         live = [row for row in rows.values() if row.left > 0]
         if live:
-            for delta in lane.step(live, depth(step)):
+            for delta in lane.step(live, [depth(step)] * len(live)):
                 take(delta)
         for i, row in list(rows.items()):
             ended = row.left <= 0 or row.generated[-1] in row.context.end_ids
@@ -246,7 +247,7 @@ def test_a_real_head_is_worth_drafting_with(drafting: Installed, text: Text) -> 
     lane.prefill(row, 1000)
     steps = 0
     while row.left > 0:
-        lane.step([row], 3)
+        lane.step([row], [3])
         steps += 1
     lane.close(row)
     assert len(row.generated) / steps > 2
@@ -275,7 +276,7 @@ def test_no_more_is_drafted_than_a_row_may_still_commit() -> None:
     for row in rows:
         lane.prefill(row, 100)
     assert [row.left for row in rows] == [3, 29]
-    assert [delta.drafted for delta in lane.step(rows, 4)] == [2, 4]
+    assert [delta.drafted for delta in lane.step(rows, [4] * len(rows))] == [2, 4]
 
 
 def test_drafts_are_the_heads_own_recursion() -> None:
@@ -332,12 +333,12 @@ def test_one_row_with_a_bad_setting_fails_alone() -> None:
         gained.append(list(delta.tokens))
     broken = Sampling(temperature=0.8, logit_bias=((VOCAB + 5, 1.0),))
     rows[1].context = RowContext(bad.prompt, broken, 1, 20, frozenset())
-    first = {delta.key: delta for delta in lane.step(rows, 2)}
+    first = {delta.key: delta for delta in lane.step(rows, [2] * len(rows))}
     assert "failed" in (first["1"].error or "")
     lane.close(rows[1])
     gained[0] += first["0"].tokens
     while rows[0].left > 0:
-        gained[0] += lane.step(rows[:1], 2)[0].tokens
+        gained[0] += lane.step(rows[:1], [2])[0].tokens
     assert gained[0] == expected[0]
 
 
@@ -369,8 +370,62 @@ def test_a_long_silence_of_the_head_is_caught_up(monkeypatch: pytest.MonkeyPatch
     row = lane.open("r", context(1, Sampling(temperature=0), budget=60))
     lane.prefill(row, 100)
     for _ in range(40):
-        lane.step([row], 0)
+        lane.step([row], [0])
     assert row.unheard_count <= 20
-    lane.step([row], 2)
+    lane.step([row], [2])
     assert row.slots.drafted[0] + row.unheard_count == row.slots.lengths[0]
     assert max(seen[1:]) < 20
+
+
+@pytest.mark.parametrize("geometry", [1, 8])
+def test_a_row_that_outgrows_the_memory_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, geometry: int
+) -> None:
+    """In the middle of an answer: that row has an error, its neighbours the tokens they had."""
+    made = lockstep()
+    contexts = [context(i, SAMPLERS[i], (200, 9, 30)[i], 90) for i in range(3)]
+    expected = plain(made, contexts)
+    lane = lane_of(made, geometry)
+    rows = [lane.open(str(i), each) for i, each in enumerate(contexts)]
+    for row in rows:
+        lane.prefill(row, 10_000)
+    reserve = RowSlots.reserve
+
+    def small(slots: RowSlots, positions: int) -> None:
+        if positions > 256:
+            raise RowError("there is no memory for it")
+        reserve(slots, positions)
+
+    monkeypatch.setattr(RowSlots, "reserve", small)
+    errors: dict[str, str] = {}
+    live = rows
+    while live:
+        groups = [live] if geometry > 1 else [[row] for row in live]
+        for group in groups:
+            for delta in lane.step(group, [3] * len(group)):
+                if delta.error is not None:
+                    errors[delta.key] = delta.error
+                    lane.close(rows[int(delta.key)])
+        live = [row for row in live if row.key not in errors and row.left > 0]
+    assert errors == {"0": "there is no memory for it"}
+    assert len(rows[0].generated) > 40
+    for row, (tokens, _) in zip(rows, expected, strict=True):
+        assert row.generated == tokens[: len(row.generated)]
+    assert [row.left for row in rows[1:]] == [0, 0]
+
+
+def test_a_row_without_finite_logits_ends_alone_on_the_device_too() -> None:
+    """Tokens before the bad position count, the row ends with an error, others go on."""
+    made = lockstep()
+    rows = [Row(str(i), context(i, SAMPLERS[0]), made[0].new_row()) for i in range(2)]
+    logits = np.random.default_rng(1).standard_normal((4, VOCAB)).astype(np.float32)
+    first = int(logits[0].argmax())
+    logits[1] = np.nan
+    passed = Pass(made[0].new_row(), Layout([2, 2]), None, mx.array(logits))
+    right = int(logits[2].argmax())
+    spans = [Span(rows[0], 0, [Draft(first)]), Span(rows[1], 2, [Draft(right)])]
+    bad, good = DeviceChooser().verify(passed, spans, [mx.array([first, right])])
+    assert bad.error is not None
+    assert "no finite logit" in bad.error
+    assert good.error is None
+    assert good.tokens == (right, int(logits[3].argmax()))

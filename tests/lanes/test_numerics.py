@@ -40,7 +40,7 @@ def test_b1_exact_has_the_bits_of_a_lone_row(folder: Path) -> None:
         assert run(lanes[2], rows, at(2), [0, 0, 1, 1, 2, 3, 3, 4]) == alone
         row = lanes[2].open("r", rows[0])
         lanes[2].prefill(row, 100)
-        assert lanes[2].step([row], 2)[0].drafted == 2
+        assert lanes[2].step([row], [2])[0].drafted == 2
 
 
 def test_balanced_takes_the_first_attention_row_by_row(folder: Path) -> None:
