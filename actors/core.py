@@ -59,9 +59,14 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a plan and how long its parts took, in seconds."""
+    """What came of a plan and how long its parts took, in seconds.
+
+    Args:
+        read_tokens: Prompt tokens the row is on by, those from the prefix bank included.
+    """
 
     read: RowDelta | None = None
+    read_tokens: int = 0
     read_s: float = 0.0
     steps: tuple[RowDelta, ...] = ()
     step_s: float = 0.0
@@ -202,6 +207,7 @@ class Core:
             ),
             committed=sum(len(m.tokens) for m in self._messages if isinstance(m, Tokens)),
             prompt_tokens=read_tokens,
+            cached_tokens=outcome.read.cached if outcome.read is not None else 0,
             read_s=outcome.read_s,
             active_rows=len(self._rows),
             queue_depth=len(self._queue),
@@ -264,14 +270,17 @@ class Core:
     def _apply_read(self, plan: Plan, outcome: Outcome, now: float) -> int:
         if plan.read is None:
             return 0
-        key, tokens = plan.read
-        self._costs.saw_read(tokens, outcome.read_s)
+        key, _ = plan.read
+        cached = outcome.read.cached if outcome.read is not None else 0
+        computed = outcome.read_tokens - cached
+        if computed:
+            self._costs.saw_read(computed, outcome.read_s)
         entry = self._rows[key]
-        entry.unread -= tokens
+        entry.unread -= outcome.read_tokens
         if outcome.read is not None:
             self._take(entry, outcome.read, lane_name(self._depths.kind, 1), 0, None, now)
         entry.ready_at = now
-        return tokens
+        return computed
 
     def _apply_step(self, plan: Plan, outcome: Outcome, now: float) -> None:
         if plan.step is None:
@@ -320,6 +329,7 @@ class Core:
                 finish,
                 delta.drafted,
                 delta.accepted,
+                delta.cached,
             )
         )
         if finish is not None:

@@ -51,14 +51,14 @@ class Engine:
         for key, context in plan.open:
             self._rows[key] = self._reader.open(key, context)
         began = self._clock()
-        read = self._read(*plan.read) if plan.read else None
+        read, advanced = self._read(*plan.read) if plan.read else (None, 0)
         between = self._clock()
         steps: tuple[RowDelta, ...] = ()
         if plan.step is not None:
             rows = [self._rows[key] for key in plan.step.rows]
             how = plan.step.steps
             steps = tuple(self._lanes[how.lane].step(rows, how.depths))
-        return Outcome(read, between - began, steps, self._clock() - between)
+        return Outcome(read, advanced, between - began, steps, self._clock() - between)
 
     def hand_out(self, outcome: Outcome) -> Turn:
         """Book the outcome and return what to hand to whom."""
@@ -70,8 +70,12 @@ class Engine:
             return None
         return max(0.0, self._wait_until - self._clock())
 
-    def _read(self, key: str, tokens: int) -> RowDelta | None:
+    def _read(self, key: str, tokens: int) -> tuple[RowDelta | None, int]:
+        """Read a piece of a prompt; return what it gave, and by how many tokens the row is on."""
+        row = self._rows[key]
+        before = row.read
         try:
-            return self._reader.prefill(self._rows[key], tokens)
+            delta = self._reader.prefill(row, tokens)
         except RowError as error:
-            return RowDelta(key, error=str(error))
+            delta = RowDelta(key, error=str(error))
+        return delta, row.read - before

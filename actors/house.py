@@ -207,6 +207,7 @@ def _build(
         args.acceptance,
         args.numerics,
         args.fixed_depth,
+        args.prefix_cache_bytes,
     )
     installed = install(model, wanted)
     lanes = {lane.spec.name: lane for lane in installed.lanes}

@@ -67,6 +67,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
         finish: Set on the last message of a row that ended by itself.
         drafted: Tokens drafted for the row in that turn.
         accepted: How many of them the model chose as well.
+        cached: Prompt tokens that came from the prefix bank in that turn.
     """
 
     lease: Lease
@@ -79,6 +80,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     finish: Finish | None
     drafted: int = 0
     accepted: int = 0
+    cached: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -146,6 +148,8 @@ class Turn(msgspec.Struct, frozen=True):
         width: Real rows of the step, 0 when there was none.
         depth: The most tokens the step drafted for a row.
         drafts: Of each row of the step what it drafted.
+        prompt_tokens: Prompt tokens that were computed.
+        cached_tokens: Prompt tokens that came from the prefix bank.
         state: What the owner is doing: idle, prefilling or decoding.
     """
 
@@ -158,6 +162,7 @@ class Turn(msgspec.Struct, frozen=True):
     drafts: tuple[Drafts, ...]
     committed: int
     prompt_tokens: int
+    cached_tokens: int
     read_s: float
     active_rows: int
     queue_depth: int

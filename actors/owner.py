@@ -188,6 +188,7 @@ class ModelOwner:
         self._meter.tokens_committed += turn.committed
         if turn.prompt_tokens:
             self._meter.saw_read(turn.prompt_tokens, turn.read_s)
+        self._meter.cached_tokens += turn.cached_tokens
         self._meter.saw_rows(turn.active_rows, turn.queue_depth, turn.state, self._clock())
 
     def _note(self, note: Note) -> None:

@@ -65,7 +65,11 @@ _ALIVE: Final = Alive()
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What ran for a request, as told to the client that sent it."""
+    """What ran for a request, as told to the client that sent it.
+
+    Args:
+        cached_tokens: Of each row, prompt tokens that came from the prefix bank.
+    """
 
     lanes: tuple[str, ...]
     widths: tuple[int, ...]
@@ -74,6 +78,7 @@ class Receipt(msgspec.Struct, frozen=True):
     completion_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    cached_tokens: tuple[int, ...]
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -127,6 +132,7 @@ class RequestActor:
         self._rows = [_RowText(i, text, generation.stops) for i in range(len(generation.rows))]
         self._lanes: set[str] = set()
         self._widths: set[int] = set()
+        self._cached: dict[int, int] = {}  # of each row, prompt tokens from the prefix bank
         self._drafted = 0
         self._accepted = 0
         self._queue_wait_s: float | None = None
@@ -207,6 +213,7 @@ class RequestActor:
         self._lanes.add(message.lane)
         if message.width:
             self._widths.add(message.width)
+        self._cached[row.index] = self._cached.get(row.index, 0) + message.cached
         self._drafted += message.drafted
         self._accepted += message.accepted
         if message.tokens and self._first_token_s is None:
@@ -245,6 +252,7 @@ class RequestActor:
             self.completion_tokens,
             self._drafted,
             self._accepted,
+            tuple(self._cached.get(row.index, 0) for row in self._rows),
         )
 
     def _settle(self, outcome: Outcome) -> None:
@@ -267,6 +275,7 @@ class RequestActor:
                     widths=receipt.widths,
                     drafted_tokens=receipt.drafted_tokens,
                     accepted_tokens=receipt.accepted_tokens,
+                    cached_tokens=sum(receipt.cached_tokens),
                 )
             case Broken("client_disconnect" | "client_stall" as code):
                 self._meter.saw_end("cancelled")
@@ -280,7 +289,7 @@ class _RowText:
     """The text side of one row: detokenizer, stop strings, and the tokens behind the text."""
 
     def __init__(self, index: int, text: Text, stops: tuple[str, ...]) -> None:
-        self._index = index
+        self.index = index
         self._detokenizer = Detokenizer(text)
         self._matcher = StopMatcher(stops)
         self._pushed = 0  # characters given to the matcher
@@ -304,7 +313,7 @@ class _RowText:
                 return self._end("stop", shown, message)
         if message.finish is not None:
             return self._end(message.finish, shown + self._matcher.flush(), message)
-        piece = Piece(self._index, shown, self._released(), message.prompt_logprobs)
+        piece = Piece(self.index, shown, self._released(), message.prompt_logprobs)
         return [piece] if shown or piece.logprobs or piece.prompt_logprobs else []
 
     def credit(self, tokens: int) -> int:
@@ -318,9 +327,9 @@ class _RowText:
     def _end(self, finish: Finish, shown: str, message: Tokens) -> list[Event]:
         self.ended = finish
         entries = self._released()
-        piece = Piece(self._index, shown, entries, message.prompt_logprobs)
+        piece = Piece(self.index, shown, entries, message.prompt_logprobs)
         last: list[Event] = [piece] if shown or entries or piece.prompt_logprobs else []
-        return [*last, Ended(self._index, finish)]
+        return [*last, Ended(self.index, finish)]
 
     def _released(self) -> tuple[TokenLogprob, ...]:
         """Return entries of tokens whose text has been shown, at least in part."""

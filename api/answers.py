@@ -22,6 +22,7 @@ from .replies import (
     ChatLogprobs,
     ErrorReply,
     Paceline,
+    PromptDetails,
     TextLogprobs,
     TextReply,
     TopLogprob,
@@ -131,7 +132,8 @@ def usage_of(order: Order, finished: Finished) -> Usage:
     """Return what a request used; a prompt counts once however many choices it has."""
     prompt = sum(map(len, order.prompts))
     completion = 0 if order.drop_completion else finished.receipt.completion_tokens
-    return Usage(prompt, completion, prompt + completion)
+    cached = sum(finished.receipt.cached_tokens[:: order.n])
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
 
 
 def paceline_of(house: House, order: Order, finished: Finished) -> Paceline:

@@ -96,6 +96,7 @@ class StatusPage:
                 "acceptance": args.acceptance,
                 "cohort_policy": args.cohort_policy.value,
                 "max_queue": args.max_queue,
+                "prefix_cache_bytes": args.prefix_cache_bytes,
             },
             "telemetry": {
                 "state": self._state(),
@@ -109,6 +110,7 @@ class StatusPage:
                 "steps": meter.steps,
                 "tokens_committed": meter.tokens_committed,
                 "prompt_tokens": meter.prompt_tokens,
+                "cached_tokens": meter.cached_tokens,
                 "acceptance_by_depth": {
                     str(depth): round(share, 4)
                     for depth, share in meter.acceptance_by_depth.items()
@@ -146,7 +148,8 @@ class _MeterCollector(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"paceline_{name}", text, value)
         counters: dict[str, tuple[str, float]] = {
-            "prompt_tokens": ("Prompt tokens read", meter.prompt_tokens),
+            "prompt_tokens": ("Prompt tokens computed", meter.prompt_tokens),
+            "cached_tokens": ("Prompt tokens taken from the prefix bank", meter.cached_tokens),
             "generation_tokens": ("Tokens committed", meter.tokens_committed),
             "steps": ("Lockstep steps", meter.steps),
             "row_steps": ("Rows summed over steps", meter.row_steps),

@@ -11,6 +11,7 @@ from .base import LaneSpec, Receipt, Row, RowDelta, Trunk
 from .choosing import ON_HOST, Chooser, Span
 from .geometry import lane_name
 from .head import Head
+from .prefix import PrefixBank
 from .ragged import Layout, RowSlots
 from .reading import PromptReader
 from .seats import OwnSeat, Seats
@@ -47,6 +48,7 @@ class ArLane:
         receipt: Receipt,
         chooser: Chooser,
         head: Head | None = None,
+        bank: PrefixBank | None = None,
     ) -> None:
         self.spec = LaneSpec(
             name=lane_name(self.kind, geometry),
@@ -61,7 +63,7 @@ class ArLane:
         self.receipt = receipt
         self.trunk = trunk
         self.chooser = chooser
-        self._reader = PromptReader(trunk, head)
+        self._reader = PromptReader(trunk, head, bank)
         self._seats = Seats(trunk.new_slots(geometry)) if geometry > 1 else OwnSeat()
 
     def open(self, key: str, context: RowContext) -> Row:
@@ -70,12 +72,13 @@ class ArLane:
 
     def prefill(self, row: Row, count: int) -> RowDelta | None:
         """Read up to `count` prompt tokens in whole tiles; see `Lane.prefill`."""
-        last, scored = self._reader.read(row, count)
+        last, scored, cached = self._reader.read(row, count)
         if last is None:
-            return RowDelta(row.key, prompt_logprobs=scored) if scored else None
+            kept = RowDelta(row.key, prompt_logprobs=scored, cached=cached)
+            return kept if scored or cached else None
         # On the host wherever the rest is chosen: it is one token, and the logits are there.
         delta = ON_HOST.verify_one(last[None], Span(row, 0, []))
-        return msgspec.structs.replace(delta, prompt_logprobs=scored)
+        return msgspec.structs.replace(delta, prompt_logprobs=scored, cached=cached)
 
     def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         """Run one step; see `Lane.step`."""

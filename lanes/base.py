@@ -95,6 +95,7 @@ class RowDelta(msgspec.Struct, frozen=True):
         drafted: Tokens drafted for the row in this step; in a tree, those of its longest branch.
         accepted: How many of them, from the first, the model itself chose.
         branches: More of a step that drafted a tree.
+        cached: Prompt tokens that were taken from the prefix bank and not computed.
         error: Why the row cannot go on; its neighbours are not concerned.
     """
 
@@ -105,6 +106,7 @@ class RowDelta(msgspec.Struct, frozen=True):
     drafted: int = 0
     accepted: int = 0
     branches: Branches | None = None
+    cached: int = 0
     error: str | None = None
 
 
@@ -246,7 +248,10 @@ class Lane(Protocol):
         ...
 
     def prefill(self, row: Row, count: int) -> RowDelta | None:
-        """Read up to `count` more prompt tokens; the last of them yields the first token."""
+        """Read up to `count` more prompt tokens, and what comes from a prefix bank besides.
+
+        The last of them yields the first token.
+        """
         ...
 
     def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:

@@ -24,6 +24,7 @@ from .hyper import HYPER_LANE, HyperLane
 from .lockstep import LockstepTrunk
 from .mtp import MtpLane
 from .numerics import B1_EXACT, BALANCED, InTurn, balance
+from .prefix import PrefixBank
 from .selfcheck import LaneChecker, check_golden, rounding
 from .solo import SoloTrunk, without_checkpoint
 from .stock import StockTrunk, foreign_caches
@@ -51,6 +52,7 @@ class Wanted(msgspec.Struct, frozen=True):
         acceptance: How drafts are accepted, "coupled" or "rejection".
         numerics: "throughput", "balanced" or "b1-exact"; see numerics.py.
         depth: A depth that was asked for, or None; above 0 it cannot be had without a head.
+        prefix_bytes: Bytes of prompts' keys and values that are kept for reuse; 0 for none.
     """
 
     mode: Mode
@@ -60,6 +62,7 @@ class Wanted(msgspec.Struct, frozen=True):
     acceptance: str = "coupled"
     numerics: str = "throughput"
     depth: int | None = None
+    prefix_bytes: int = 0
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -95,6 +98,7 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
     checker = LaneChecker(trunk, rounding(model.card), needed[-1], head)
     golden = _golden(head, trunk, found[0], model) if head is not None and found else ()
     chooser = _chooser(wanted, model.card.vocab_size)
+    bank = _bank(trunk, wanted.prefix_bytes)
     lanes: list[Lane] = []
     for geometry in needed:
         if geometry > 1 and wanted.numerics == B1_EXACT:
@@ -102,7 +106,7 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
             continue
         receipt = checker.check(lane_name("ar" if head is None else "mtp", geometry), geometry)
         receipt = msgspec.structs.replace(receipt, checks=(*receipt.checks, *golden))
-        lanes.append(_lane(trunk, geometry, model, receipt, chooser, head, wanted))
+        lanes.append(_lane(trunk, geometry, model, receipt, chooser, head, bank, wanted))
     if wanted.mode is Mode.HYPER:
         assert head is not None, "a mode that must draft is refused without a head"
         receipt = checker.check_branching(HYPER_LANE, lanes[0].receipt)
@@ -117,16 +121,24 @@ def _lane(
     receipt: Receipt,
     chooser: Chooser,
     head: Head | None,
+    bank: PrefixBank | None,
     wanted: Wanted,
 ) -> Lane:
     dtype = model.card.dtype
     if head is None:
-        return ArLane(trunk, geometry, dtype, receipt, chooser)
-    lane = MtpLane(trunk, geometry, dtype, receipt, chooser, head)
+        return ArLane(trunk, geometry, dtype, receipt, chooser, None, bank)
+    lane = MtpLane(trunk, geometry, dtype, receipt, chooser, head, bank)
     lane.spec = msgspec.structs.replace(
         lane.spec, numerics=wanted.numerics, acceptance=wanted.acceptance
     )
     return lane
+
+
+def _bank(trunk: Trunk, limit: int) -> PrefixBank | None:
+    """Return a bank where rows are nothing but keys and values; other state has no tiles."""
+    if limit == 0 or not isinstance(trunk, LockstepTrunk | StockTrunk):
+        return None
+    return PrefixBank(limit, trunk.prefill_tile, trunk.layers)
 
 
 def _chooser(wanted: Wanted, vocab_size: int) -> Chooser:

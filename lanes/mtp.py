@@ -17,6 +17,7 @@ from .ar import ArLane, Seated
 from .base import Hidden, Receipt, RowDelta, Trunk
 from .choosing import Chooser, Column, Span
 from .head import LONG, Head
+from .prefix import PrefixBank
 from .reading import gathered, hear
 from .verify import Draft
 
@@ -36,8 +37,9 @@ class MtpLane(ArLane):
         receipt: Receipt,
         chooser: Chooser,
         head: Head,
+        bank: PrefixBank | None = None,
     ) -> None:
-        super().__init__(trunk, geometry, dtype, receipt, chooser, head)
+        super().__init__(trunk, geometry, dtype, receipt, chooser, head, bank)
         self.spec = msgspec.structs.replace(self.spec, max_depth=MAX_DEPTH)
         self._drafting = head
 

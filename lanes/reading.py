@@ -1,6 +1,7 @@
 """Reading a prompt in whole tiles, by the model and, where there is one, by its head behind it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -8,8 +9,23 @@ from ..runtime.context import TokenLogprob
 from . import sampler
 from .base import Hidden, Row, Trunk
 from .head import Head
+from .prefix import PrefixBank
 from .ragged import RowSlots
 from .sampler import Logits
+
+
+class Read(NamedTuple):
+    """What reading a piece of a prompt gave.
+
+    Args:
+        last: The logits behind the prompt, once it is read to its end.
+        scored: Entries of the tokens just read, when the row asks for them.
+        cached: Tokens that were not computed but taken from the bank.
+    """
+
+    last: Logits | None
+    scored: tuple[TokenLogprob, ...]
+    cached: int
 
 
 class PromptReader:
@@ -17,25 +33,26 @@ class PromptReader:
 
     Args:
         head: The head that must have read a row before it can draft for it; None for none.
+        bank: Where tiles that were read before are taken from and new ones kept; None for none.
     """
 
-    def __init__(self, trunk: Trunk, head: Head | None) -> None:
+    def __init__(self, trunk: Trunk, head: Head | None, bank: PrefixBank | None = None) -> None:
         self._trunk = trunk
         self._head = head
+        self._bank = bank
 
-    def read(self, row: Row, count: int) -> tuple[Logits | None, tuple[TokenLogprob, ...]]:
-        """Read up to `count` more tokens.
-
-        Returns:
-            The logits behind the prompt once it is read to its end, and entries of the tokens
-            just read when the row asks for them.
-        """
+    def read(self, row: Row, count: int) -> "Read":
+        """Read up to `count` more tokens; what the bank has is taken without counting."""
         prompt = row.context.prompt
         tile = self._trunk.prefill_tile
         stop = min(row.read + count, len(prompt))
         scored: list[TokenLogprob] = []
         last: Logits | None = None
+        cached = 0
         while row.read < stop:
+            if self._bank is not None and (taken := self._bank.give(row)):
+                cached += taken
+                continue
             # Boundaries lie at multiples of the tile, so the arithmetic knows only the prompt.
             end = min((row.read // tile + 1) * tile, len(prompt))
             logits = self._read_tile(row, end)
@@ -44,7 +61,9 @@ class PromptReader:
             if logits is not None and end == len(prompt):
                 last = logits[-1]
             row.read = end
-        return last, tuple(scored)
+            if self._bank is not None:
+                self._bank.keep(row)
+        return Read(last, tuple(scored), cached)
 
     def _read_tile(self, row: Row, end: int) -> Logits | None:
         want = "last" if end == len(row.context.prompt) else "none"

@@ -46,6 +46,7 @@ class Meter:
         self._accepted: dict[int, int] = {}
         self.tokens_committed = 0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.cohorts_sealed = 0
         self.active_lane: str | None = None
         self.state = "idle"

@@ -91,6 +91,9 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     context_tokens: Annotated[
         int, _help("context window; 0 takes the model's own", ge=0, le=10_000_000)
     ] = 0
+    prefix_cache_bytes: Annotated[
+        int, _help("bytes of read prompts' keys and values kept for reuse; 0: none", ge=0)
+    ] = 1 << 30
     max_queue: Annotated[
         int, _help("rows that may wait; beyond it a request gets 503", ge=0, le=10_000)
     ] = 64

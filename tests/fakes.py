@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 import trio
 
 from paceline.actors.core import Core
@@ -49,12 +50,14 @@ class Nature(NamedTuple):
         accepts: How many drafts of a row are accepted in a step.
         position_s: What each position of a step adds.
         span_s: What each token of the longest row adds for each row of the geometry.
+        cached: Tokens at the front of every prompt that come from a prefix bank.
     """
 
     script: Callable[[Row], int] = lambda row: WORD_BASE + len(row.generated)
     accepts: Callable[[Row], int] = lambda row: ACCEPTED
     position_s: float = 0.0
     span_s: float = 0.0
+    cached: int = 0
 
 
 class FakeLane:
@@ -82,10 +85,14 @@ class FakeLane:
 
     def prefill(self, row: Row, count: int) -> RowDelta | None:
         assert row.key in self.open_rows
+        cached = self._nature.cached if row.read == 0 else 0
+        row.read += cached
         count = min(count, len(row.context.prompt) - row.read)
         self._wear.seconds += READ_S * count
         row.read += count
-        return self._next(row) if row.read == len(row.context.prompt) else None
+        if row.read < len(row.context.prompt):
+            return RowDelta(row.key, cached=cached) if cached else None
+        return msgspec.structs.replace(self._next(row), cached=cached)
 
     def step(self, rows: Sequence[Row], depths: Sequence[int]) -> list[RowDelta]:
         assert 1 <= len(rows) <= self.spec.geometry

@@ -24,7 +24,7 @@ def _read(core: Core, now: float = 0.0) -> tuple[object, ...]:
     plan = core.next_plan(now)
     assert plan.read is not None
     delta = RowDelta(plan.read[0], (1000,))
-    return core.apply(Outcome(read=delta, read_s=0.1), now).messages
+    return core.apply(Outcome(read=delta, read_tokens=plan.read[1], read_s=0.1), now).messages
 
 
 def test_a_row_is_admitted_read_and_stepped() -> None:
@@ -83,7 +83,7 @@ def test_a_new_set_of_rows_is_a_new_cohort() -> None:
     _admit(core, "b", 2)
     plan = core.next_plan(0.0)
     core.apply(
-        Outcome(RowDelta("b", (1000,)), 0.1, (RowDelta("a", (1002,)),), 0.01),
+        Outcome(RowDelta("b", (1000,)), 1, 0.1, (RowDelta("a", (1002,)),), 0.01),
         0.0,
     )
     second = core.next_plan(0.0).step

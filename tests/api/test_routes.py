@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import trio
 import trio.testing
 from tests.api.conftest import Serving
+from tests.fakes import READ_S, Nature
 
 _LOCAL = {"Host": "localhost:8000"}
 
@@ -146,6 +148,29 @@ async def test_health_says_how_drafts_fared(
     assert "paceline_accepted_tokens_total 64.0" in metrics
     assert 'paceline_steps_by_depth_total{depth="3"} 4.0' in metrics
     assert (answer["paceline"]["drafted_tokens"], answer["paceline"]["accepted_tokens"]) == (96, 64)
+
+
+async def test_what_the_prefix_bank_gave_is_told_and_takes_no_time(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """200 of 300 tokens come from the bank: usage, health and metrics say so; 100 are read."""
+    nature = Nature(cached=200)
+    async with serving(scheduler_mode="ar_batch", nature=nature) as (client, _):
+        began = trio.current_time()
+        body = {"prompt": "x" * 300, "max_tokens": 1}
+        answer = await (await _post(client, "/v1/completions", body)).get_json()
+        spent = trio.current_time() - began
+        twice = await (await _post(client, "/v1/completions", {**body, "n": 2})).get_json()
+        told = (await (await client.get("/health", headers=_LOCAL)).get_json())["scheduler"]
+        metrics = await (await client.get("/metrics", headers=_LOCAL)).get_data(as_text=True)
+    assert answer["usage"]["prompt_tokens"] == 300
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 200
+    assert spent == pytest.approx(100 * READ_S)
+    assert twice["usage"]["prompt_tokens_details"]["cached_tokens"] == 200
+    assert told["telemetry"]["cached_tokens"] == 600
+    assert told["telemetry"]["prompt_tokens"] == 300
+    assert told["config"]["prefix_cache_bytes"] == 1 << 30
+    assert "paceline_cached_tokens_total 600.0" in metrics
 
 
 async def test_health_is_503_while_draining(

@@ -56,7 +56,7 @@ class PacedDevice:
             )
             self.tokens += rows
             publish(
-                Turn(messages, (), rows, "ar-b8", 0.0, 0, (), rows, 0, 0.0, rows, 0, "decoding")
+                Turn(messages, (), rows, "ar-b8", 0.0, 0, (), rows, 0, 0, 0.0, rows, 0, "decoding")
             )
 
 

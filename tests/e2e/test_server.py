@@ -74,6 +74,29 @@ def test_a_bad_setting_exits_with_2_and_one_line() -> None:
     assert "environment PACELINE_MAX_ACTIVE_REQUESTS" in _one_line(done)
 
 
+def test_a_prompt_that_came_before_is_not_read_again(server: Server) -> None:
+    """The second time its whole tiles come from the bank, and the answer is the same."""
+    words = " ".join(f"word {i}" for i in range(80))
+    body = {
+        "messages": [{"role": "user", "content": f"Note these: {words}"}],
+        "max_tokens": 8,
+        "temperature": 0.7,
+        "seed": 3,
+        "logprobs": True,
+    }
+    answers = []
+    for _ in range(2):
+        connection = _post(server, body)
+        answers.append(json.load(connection.getresponse()))
+        connection.close()
+    first, second = answers
+    assert first["choices"] == second["choices"]
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert cached[1] > cached[0]
+    assert cached[1] % 64 == 0
+    assert cached[1] >= second["usage"]["prompt_tokens"] - 64 - 64
+
+
 def test_a_model_that_is_not_there_exits_with_3(tmp_path: Path) -> None:
     """A wrong path and a hub id without a network are one line each."""
     done = _paceline("serve", "--model", str(tmp_path))
