@@ -98,13 +98,32 @@ async def test_fair_finish_lets_a_long_answer_have_its_turn(
 ) -> None:
     """Short requests that keep coming do not hold a long one back for ever."""
     times = Arrivals()
-    async with stand(_args(CohortPolicy.FAIR_FINISH, 1)) as place, trio.open_nursery() as nursery:
-        nursery.start_soon(times.run, place, "s0", 1, 50)
-        nursery.start_soon(times.run, place, "long", 1, 400)
-        for i in range(1, 200):
+    async with stand(_args(CohortPolicy.FAIR_FINISH, 2)) as place, trio.open_nursery() as nursery:
+        for i in range(3):
             nursery.start_soon(times.run, place, f"s{i}", 1, 50)
-            await trio.sleep(50 * STEP_S)
-    assert times["long"][-1] < times["s199"][0]
+        await trio.sleep(0.01)
+        nursery.start_soon(times.run, place, "long", 1, 2000)
+        for i in range(3, 1600):
+            nursery.start_soon(times.run, place, f"s{i}", 1, 50)
+            await trio.sleep(24 * STEP_S)
+            if "long" in times and len(times["long"]) > 1:
+                break
+    assert i < 1500, "it never had its turn"
+
+
+async def test_fair_finish_gives_a_free_place_to_the_row_with_least_left(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Of two rows whose prompts are read, the shorter one steps first, though it came later."""
+    times = Arrivals()
+    async with stand(_args(CohortPolicy.FAIR_FINISH, 2)) as place, trio.open_nursery() as nursery:
+        nursery.start_soon(times.run, place, "a", 1, 60)
+        nursery.start_soon(times.run, place, "b", 1, 90)
+        await trio.sleep(0.1)
+        nursery.start_soon(times.run, place, "long", 1, 300)
+        await trio.sleep(0.1)
+        nursery.start_soon(times.run, place, "short", 1, 10)
+    assert times["short"][1] < times["long"][1]
 
 
 def _chosen(depths: Depths, accepts: dict[str, int], position_s: float) -> dict[str, list[int]]:
