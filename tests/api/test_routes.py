@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 from tests.api.conftest import Serving
-from tests.fakes import READ_S, Nature
+from tests.fakes import READ_S, STEP_S, Nature
 
 _LOCAL = {"Host": "localhost:8000"}
 
@@ -157,7 +157,7 @@ async def test_what_the_prefix_bank_gave_is_told_and_takes_no_time(
     nature = Nature(cached=200)
     async with serving(scheduler_mode="ar_batch", nature=nature) as (client, _):
         began = trio.current_time()
-        body = {"prompt": "x" * 300, "max_tokens": 1}
+        body = {"prompt": "x" * 300, "max_tokens": 3}
         answer = await (await _post(client, "/v1/completions", body)).get_json()
         spent = trio.current_time() - began
         twice = await (await _post(client, "/v1/completions", {**body, "n": 2})).get_json()
@@ -165,7 +165,7 @@ async def test_what_the_prefix_bank_gave_is_told_and_takes_no_time(
         metrics = await (await client.get("/metrics", headers=_LOCAL)).get_data(as_text=True)
     assert answer["usage"]["prompt_tokens"] == 300
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 200
-    assert spent == pytest.approx(100 * READ_S)
+    assert spent == pytest.approx(100 * READ_S + 2 * STEP_S)
     assert twice["usage"]["prompt_tokens_details"]["cached_tokens"] == 200
     assert told["telemetry"]["cached_tokens"] == 600
     assert told["telemetry"]["prompt_tokens"] == 300

@@ -151,12 +151,12 @@ def test_a_first_signal_drains_and_a_stalled_reader_does_not_hold_the_exit(
     starter_path: Path, tmp_path: Path
 ) -> None:
     """SIGTERM: a short stream finishes, an endless one gets an error event, exit status 0."""
-    flags = ("--drain-timeout-s", "3", "--client-stall-s", "2", "--scheduler-mode", "ar_batch")
+    flags = ("--drain-timeout-s", "10", "--client-stall-s", "2", "--scheduler-mode", "ar_batch")
     with ExitStack() as stack:
         server = stack.enter_context(running(tmp_path / "log", *flags, "--log-format", "json"))
         endless = _stream(stack, server, {**_LONG, "stream": True})
         endless.readline()
-        short = _stream(stack, server, {**_LONG, "max_tokens": 20, "stream": True})
+        short = _stream(stack, server, {**_LONG, "max_tokens": 8, "stream": True})
         short.readline()
         stalled = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

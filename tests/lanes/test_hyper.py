@@ -22,13 +22,15 @@ from tests.lanes.test_mtp import (
 from tests.lanes.tiny import VOCAB
 
 from paceline.lanes import hyper, sampler
+from paceline.lanes.ar import ArLane, Seated
 from paceline.lanes.base import RowDelta, Trunk
 from paceline.lanes.branchcheck import check_branches
-from paceline.lanes.choosing import ON_HOST
+from paceline.lanes.choosing import ON_HOST, known
 from paceline.lanes.fork import Fork
 from paceline.lanes.head import Head
-from paceline.lanes.hyper import HyperLane
+from paceline.lanes.hyper import Grower, HyperLane
 from paceline.lanes.install import Installed
+from paceline.lanes.mtp import Drafter, listen
 from paceline.lanes.ragged import Layout, Pass
 from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.tree import Reach, Tree
@@ -90,6 +92,28 @@ def test_depth_may_change_and_lanes_may_take_turns() -> None:
         lanes[step % 2].step([row], [3])
         step += 1
     assert row.generated[:24] == expected[3][0]
+
+
+def test_the_likeliest_branch_is_the_chain_that_would_be_drafted() -> None:
+    """Depth by depth with the noise of its own position: a tree never drafts worse than a chain."""
+    trunk, head = lockstep()
+    compared = 0
+    for number in range(12):
+        row = ArLane(trunk, 1, "float32", RECEIPT, ON_HOST, head).open(
+            "row", context(number, Sampling(temperature=0.8), 20)
+        )
+        lane = lane_of((trunk, head), 1)
+        lane.prefill(row, 10_000)
+        twin = row.copy()
+        drafter = Drafter(head, ON_HOST, Seated(row.slots, [row], [0]), [4])
+        drafter.run()
+        chain = [draft.token for draft in known(drafter.drafts[0])]
+        seated = Seated(twin.slots, [twin], [0])
+        tree = Grower(head, seated, listen(head, seated, [0])).grow(4)
+        main = tree.tokens_to(tree.main_line[-1])
+        assert main == chain[: len(main)]
+        compared += len(main) > 1
+    assert compared > 3
 
 
 def test_budget_and_end_token_inside_a_branch() -> None:

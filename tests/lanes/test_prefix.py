@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from paceline.lanes.choosing import ON_HOST
 from paceline.lanes.head import Head
 from paceline.lanes.mtp import MtpLane
 from paceline.lanes.prefix import PrefixBank
+from paceline.lanes.reading import gathered
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import RowError
 
@@ -83,6 +85,30 @@ def test_reuse_changes_no_bit(make: Callable[[], Made]) -> None:
         assert found == answer(plain, asked)[0]
         assert cached == expected
     assert bank.nbytes > 0
+
+
+@pytest.mark.parametrize("make", [lockstep, stock])
+def test_a_row_from_the_bank_is_the_row_that_was_read(make: Callable[[], Made]) -> None:
+    """Keys and values of every layer, the head's among them, and what it has still to read."""
+    made = make()
+    lane, _ = banked(made)
+    asked = context(prompt_of((1, 200)))
+    rows = [lane.open(str(i), asked) for i in range(2)]
+    taken = [lane.prefill(row, 10_000) for row in rows]
+    assert [delta.cached for delta in taken if delta is not None] == [0, 192]
+    first, second = rows
+    assert (first.slots.lengths, first.slots.drafted) == (second.slots.lengths, [199])
+    for layer, length in enumerate((200, 200, 199)):
+        for ours, theirs in (
+            (first.slots.keys[layer], second.slots.keys[layer]),
+            (first.slots.values[layer], second.slots.values[layer]),
+        ):
+            assert ours is not None
+            assert theirs is not None
+            assert mx.array_equal(ours[:, :, :length], theirs[:, :, :length])
+    states = [gathered(row.unheard) for row in rows]
+    assert states[0].shape[0] == 1
+    assert mx.array_equal(states[0], states[1])
 
 
 def test_rows_that_read_one_prefix_in_turns_compute_it_once() -> None:
