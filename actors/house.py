@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from ..lanes.base import Lane
+from ..lanes.geometry import BRANCHING
 from ..runtime.blas import Blas
 from ..runtime.errors import BusyError
 from ..runtime.log import logger
@@ -234,7 +235,7 @@ def _build(
 def make_core(args: ServerArgs, lanes: Sequence[Lane]) -> Core:
     """Return the scheduler core of a server's mode over its lanes, narrowest first."""
     narrow, mode = lanes[0].spec, args.scheduler_mode
-    branching = next((lane.spec.name for lane in lanes if lane.spec.kind == "hyper"), None)
+    branching = next((lane.spec.name for lane in lanes if lane.spec.kind == BRANCHING), None)
     depths = make_depths(
         mode, narrow.kind, narrow.max_depth, args.fixed_depth, args.cohort_policy, branching
     )

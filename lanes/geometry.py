@@ -3,6 +3,7 @@
 from typing import Final
 
 GEOMETRIES: Final = (1, 3, 8)
+BRANCHING: Final = "hyper"  # the kind of a lane whose width is branches of one row
 
 
 def geometry_for(rows: int) -> int:

@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 
 from .ar import Seated
 from .base import Branches, Hidden, Receipt, Row, RowDelta, Trunk
-from .choosing import Chooser, on_host
+from .choosing import ON_HOST, on_host
 from .fork import Fork
-from .geometry import GEOMETRIES, lane_name
+from .geometry import BRANCHING, GEOMETRIES, lane_name
 from .head import Head
 from .mtp import MtpLane, catch_up, listen
 from .ragged import Pass
 from .tree import Tree
 from .verify import Coupled, follow_tree
 
-KIND: Final = "hyper"
 BRANCHES: Final = GEOMETRIES[-1]  # what a step carries at the most
-HYPER_LANE: Final = lane_name(KIND, BRANCHES)
+HYPER_LANE: Final = lane_name(BRANCHING, BRANCHES)
 NODES: Final = 8  # of a tree, the root included
 _CHILDREN: Final = 8  # candidates a node is given
 _SHARPNESS: Final = 1.0  # logits by which the head's scores are off, roughly
@@ -42,14 +41,16 @@ _COUPLED: Final = Coupled()
 
 
 class HyperLane(MtpLane):
-    """Speculative decoding of one row with branches of its own."""
+    """Speculative decoding of one row with branches of its own, chosen on the host."""
 
-    def __init__(
-        self, trunk: Trunk, dtype: str, receipt: Receipt, chooser: Chooser, head: Head
-    ) -> None:
-        super().__init__(trunk, 1, dtype, receipt, chooser, head)
+    def __init__(self, trunk: Trunk, dtype: str, receipt: Receipt, head: Head) -> None:
+        super().__init__(trunk, 1, dtype, receipt, ON_HOST, head)
         self.spec = msgspec.structs.replace(
-            self.spec, name=HYPER_LANE, kind=KIND, geometry=BRANCHES
+            self.spec,
+            name=HYPER_LANE,
+            kind=BRANCHING,
+            geometry=BRANCHES,
+            acceptance=Coupled.name,
         )
 
     def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:

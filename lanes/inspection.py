@@ -13,8 +13,7 @@ from ..runtime.model import LoadedModel, ModelCard, load
 from ..runtime.modes import Mode
 from ..runtime.text import Text
 from .base import Lane, Receipt, Row
-from .geometry import GEOMETRIES, lane_name
-from .hyper import KIND
+from .geometry import BRANCHING, GEOMETRIES, lane_name
 from .install import Installed, Wanted, install
 from .numerics import B1_EXACT, BALANCED
 
@@ -103,7 +102,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     model = checkpoint.load()
     plain, plain_reports = _try(model, Mode.AR_BATCH, "ar")
     drafting, drafting_reports = _try(checkpoint.load(), Mode.MTP_BATCH, "mtp")
-    _, branching_reports = _try(checkpoint.load(), Mode.HYPER, KIND)
+    _, branching_reports = _try(checkpoint.load(), Mode.HYPER, BRANCHING)
     installed = drafting or plain
     if installed is None:
         installed = install(checkpoint.load(), Wanted(Mode.SERIAL))

@@ -110,7 +110,7 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
     if wanted.mode is Mode.HYPER:
         assert head is not None, "a mode that must draft is refused without a head"
         receipt = checker.check_branching(HYPER_LANE, lanes[0].receipt)
-        lanes.append(HyperLane(trunk, model.card.dtype, receipt, chooser, head))
+        lanes.append(HyperLane(trunk, model.card.dtype, receipt, head))
     return Installed(tuple(lanes), trunk.arithmetic, why, origin)
 
 

@@ -13,7 +13,6 @@ from paceline.actors.house import make_core
 from paceline.actors.messages import Admit, CohortSealed, Lease, Tokens
 from paceline.actors.request import Generation
 from paceline.lanes.base import Lane, Row
-from paceline.lanes.choosing import ON_HOST
 from paceline.lanes.hyper import HYPER_LANE, HyperLane
 from paceline.lanes.install import Installed
 from paceline.runtime.context import RowContext, Sampling
@@ -213,7 +212,7 @@ def test_the_same_seed_gives_the_same_tokens_on_the_real_model(
     elif kind.mode is Mode.HYPER:
         narrow: Any = lanes[0]
         trunk, head = narrow.trunk, narrow._drafting
-        lanes = [narrow, HyperLane(trunk, "float32", narrow.receipt, ON_HOST, head)]
+        lanes = [narrow, HyperLane(trunk, "float32", narrow.receipt, head)]
     found, widths = _play(kind, lanes, contexts)
     assert found == expected
     assert max(widths) == (1 if len(lanes) < 3 else 4)

@@ -23,6 +23,7 @@ from paceline.actors.depth import Depths
 from paceline.actors.engine import Engine
 from paceline.actors.messages import Admit, Lease, Tokens
 from paceline.actors.policies import make_policy
+from paceline.lanes.geometry import BRANCHING
 from paceline.lanes.install import Installed, Wanted, install
 from paceline.runtime.context import RowContext, Sampling, TokenLogprob
 from paceline.runtime.model import find_model, load
@@ -94,7 +95,7 @@ def run(way: Way, installed: Installed, rows: list[RowContext]) -> list[Answer]:
     """Run all rows through a mode's real scheduler core and lanes."""
     narrow = installed.lanes[0].spec
     branching = next(
-        (lane.spec.name for lane in installed.lanes if lane.spec.kind == "hyper"), None
+        (lane.spec.name for lane in installed.lanes if lane.spec.kind == BRANCHING), None
     )
     policy = make_policy(way.mode, Pace(way.width, way.width, 0, 1024), 0.5, narrow.prefill_tile)
     lanes = {lane.spec.name: lane for lane in installed.lanes}

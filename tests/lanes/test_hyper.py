@@ -43,7 +43,7 @@ Made = tuple[Trunk, Head]
 
 
 def hyper_of(made: Made) -> HyperLane:
-    return HyperLane(made[0], "float32", RECEIPT, ON_HOST, made[1])
+    return HyperLane(made[0], "float32", RECEIPT, made[1])
 
 
 def branching(
