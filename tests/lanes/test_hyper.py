@@ -23,17 +23,19 @@ from tests.lanes.tiny import VOCAB
 
 from paceline.lanes import hyper, sampler
 from paceline.lanes.ar import ArLane, Seated
-from paceline.lanes.base import RowDelta, Trunk
+from paceline.lanes.base import Row, RowDelta, Trunk
 from paceline.lanes.branchcheck import check_branches
-from paceline.lanes.choosing import ON_HOST, known
+from paceline.lanes.choosing import ON_HOST, known, on_host
 from paceline.lanes.fork import Fork
 from paceline.lanes.head import Head
 from paceline.lanes.hyper import Grower, HyperLane
 from paceline.lanes.install import Installed
 from paceline.lanes.mtp import Drafter, listen
 from paceline.lanes.ragged import Layout, Pass
+from paceline.lanes.reading import gathered
 from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.tree import Reach, Tree
+from paceline.lanes.verify import Coupled, follow_tree
 from paceline.runtime import noise
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused
@@ -114,6 +116,66 @@ def test_the_likeliest_branch_is_the_chain_that_would_be_drafted() -> None:
         assert main == chain[: len(main)]
         compared += len(main) > 1
     assert compared > 3
+
+
+def test_every_branch_is_drafted_from_its_own_parent() -> None:
+    """The candidates behind any first draft are those of a head that has read just that draft."""
+    trunk, head = lockstep()
+    compared = 0
+    for number in range(6):
+        lane = lane_of((trunk, head), 1)
+        row = lane.open("row", context(number, Sampling(temperature=0.8), 20))
+        lane.prefill(row, 10_000)
+        seated = Seated(row.slots, [row], [0])
+        hidden = listen(head, seated, [0])
+        grower = Grower(head, seated, hidden)
+        grower.grow(2)
+        grown = grower._tree
+        for node in range(1, len(grown)):
+            children = [grown.tokens[at] for at, up in enumerate(grown.parents) if up == node]
+            if grown.depths[node] == 1 and children:
+                token = grown.tokens[node]
+                lengths = [row.slots.drafted[0]]
+                states = head.step(row.slots, lengths, Layout([1]), hidden, mx.array([token]))
+                logits = on_host(head.logits(states))[0]
+                expected, _ = Coupled().candidates(logits, row, [token], head.ids, 8)
+                assert children == expected
+                compared += node > 1
+    assert compared > 3
+
+
+def test_a_head_goes_on_from_the_branch_that_was_kept() -> None:
+    """What it has still to read are the hidden states along that branch, and no other's."""
+    trunk, head = lockstep()
+    lane, beside = hyper_of((trunk, head)), 0
+    for number in range(24):
+        row = lane.open("row", context(number, Sampling(temperature=0.5), 12, 40))
+        lane.prefill(row, 10_000)
+        while row.left > 4:
+            twin = row.copy()
+            (delta,) = lane.step([row], [4])
+            tokens = mx.array([twin.last_token, *delta.tokens[:-1]])
+            passed = trunk.step(twin.slots, Layout([len(delta.tokens)]), tokens)
+            assert passed.hidden is not None
+            assert mx.array_equal(gathered(row.unheard), passed.hidden)
+            assert delta.branches is not None
+            beside += delta.branches.taken > 0 and delta.accepted > 0
+    assert beside > 3, "branches beside the likeliest came true"
+
+
+def test_nothing_is_chosen_behind_an_end_token_of_a_branch() -> None:
+    """A draft that ends the row is accepted and is the last token, whatever lies behind it."""
+    tree = Tree(5)
+    tree.add(tree.add(0, 7), 9)
+    logits = np.full((3, VOCAB), -9.0, np.float32)
+    logits[0, 7], logits[1, 9], logits[2, 11] = 1.0, 1.0, 1.0
+    for ends, expected in ((frozenset[int](), [7, 9, 11]), (frozenset({7}), [7])):
+        asked = context(0, Sampling(temperature=0), ends=ends)
+        row = Row("row", asked, lockstep()[0].new_row())
+        verdict, kept = follow_tree(row, logits, tree)
+        assert verdict.tokens == row.generated == expected
+        assert verdict.accepted == min(2, len(expected))
+        assert kept == list(range(len(expected)))
 
 
 def test_budget_and_end_token_inside_a_branch() -> None:
