@@ -127,10 +127,15 @@ class HostChooser:
         try:
             return span.delta(self._acceptance.verify(mine, span.row, known(span.drafts)))
         except Exception as error:
-            return RowDelta(span.row.key, error=f"choosing a token failed: {error}")
+            return choosing_failed(span.row, error)
 
 
 ON_HOST: Final = HostChooser(Coupled())
+
+
+def choosing_failed(row: Row, error: Exception) -> RowDelta:
+    """Return the end of a row whose next token could not be chosen."""
+    return RowDelta(row.key, error=f"choosing a token failed: {error}")
 
 
 def known(drafts: Sequence[Draft | None]) -> list[Draft]:

@@ -16,7 +16,7 @@ from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import RowError
 from . import sampler
 from .base import Row, RowDelta
-from .choosing import Column, HostChooser, Span, known, on_host
+from .choosing import Column, HostChooser, Span, choosing_failed, known, on_host
 from .ragged import Pass
 from .sampler import NOT_FINITE, Ids
 from .verify import Choice, Coupled, Draft, follow
@@ -81,7 +81,7 @@ def _followed(span: Span, choices: Iterator[Choice]) -> RowDelta:
     try:
         return span.delta(follow(span.row, choices, known(span.drafts)))
     except RowError as error:
-        return RowDelta(span.row.key, error=f"choosing a token failed: {error}")
+        return choosing_failed(span.row, error)
 
 
 def _checked(tokens: Sequence[int], finite: Sequence[bool]) -> Iterator[Choice]:

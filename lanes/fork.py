@@ -60,7 +60,7 @@ class Fork:
         nodes, most = paths.shape
         before = self.start - first
         out = []
-        for buffer, new in zip(self._shared(layer), self._new[layer], strict=True):
+        for buffer, new in zip(self.slots.held(layer), self._new[layer], strict=True):
             whole = mx.broadcast_to(
                 buffer[:, :, first:last], (nodes, buffer.shape[1], last - first, buffer.shape[3])
             )
@@ -68,12 +68,6 @@ class Fork:
             parts = [whole[:, :, :before], own, whole[:, :, before + most :]]
             out.append(mx.concatenate(parts, axis=2))
         return out
-
-    def _shared(self, layer: int) -> tuple[mx.array, mx.array]:
-        keys, values = self.slots.keys[layer], self.slots.values[layer]
-        assert keys is not None
-        assert values is not None
-        return keys, values
 
 
 class ForkCache:

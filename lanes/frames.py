@@ -197,9 +197,7 @@ class PrefillFrame:
         self.slots.append(
             layer, row, self._start, keys.swapaxes(0, 1)[None], values.swapaxes(0, 1)[None]
         )
-        all_keys, all_values = self.slots.keys[layer], self.slots.values[layer]
-        assert all_keys is not None
-        assert all_values is not None
+        all_keys, all_values = self.slots.held(layer)
         out = mx.fast.scaled_dot_product_attention(
             queries.swapaxes(0, 1)[None],
             all_keys[row, :, :end],

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .ar import Seated
 from .base import Branches, Hidden, Receipt, Row, RowDelta, Trunk
-from .choosing import ON_HOST, on_host
+from .choosing import ON_HOST, choosing_failed, on_host
 from .fork import Fork
 from .geometry import BRANCHING, GEOMETRIES, lane_name
 from .head import Head
@@ -66,7 +66,7 @@ class HyperLane(MtpLane):
         try:
             verdict, kept = follow_tree(row, passed.host(), tree)
         except Exception as error:
-            return [RowDelta(row.key, error=f"choosing a token failed: {error}")]
+            return [choosing_failed(row, error)]
         if fork is not None:
             fork.keep(kept)
         seated.slots.advance(0, len(kept))
@@ -124,7 +124,7 @@ class Grower:
                 mx.array([self._tree.tokens[node] for node in level]),
             )
             self._give_children(level)
-        return self._best()
+        return self._tree.best(self._values, _NODE_WORTH, NODES, BRANCHES)
 
     def _give_children(self, level: list[int]) -> None:
         """Add the likeliest tokens behind each node of a level."""
@@ -138,12 +138,8 @@ class Grower:
 
     def _promising(self, depth: int) -> list[int]:
         """Return the nodes of a depth that are in the tree as it would be if it ended here."""
-        order = sorted(range(1, len(self._tree)), key=lambda node: (-self._values[node], node))
-        likely = [node for node in order[: NODES - 1] if self._values[node] >= _NODE_WORTH]
-        return sorted(node for node in likely if self._tree.depths[node] == depth)
-
-    def _best(self) -> Tree:
-        return self._tree.best(self._values, _NODE_WORTH, NODES, BRANCHES)
+        kept = self._tree.worth_most(self._values, _NODE_WORTH, NODES, BRANCHES)
+        return sorted(node for node in kept if self._tree.depths[node] == depth)
 
 
 def _shares(scores: NDArray[np.float64]) -> list[float]:

@@ -73,6 +73,13 @@ class RowSlots:
             buffer[row, :, start : start + new.shape[2]] = new
             buffers[layer] = buffer
 
+    def held(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Return keys and values of a layer that something was written to."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
     def advance(self, slot: int, kept: int) -> None:
         """Keep the first `kept` of the positions the last pass wrote; the rest is forgotten."""
         self.lengths[slot] += kept
@@ -175,9 +182,7 @@ class StepCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the new keys and values and return all up to the longest slot's end."""
         self._slots.write(self._layer, keys, values, self._frame.write_at)
-        all_keys, all_values = self._slots.keys[self._layer], self._slots.values[self._layer]
-        assert all_keys is not None
-        assert all_values is not None
+        all_keys, all_values = self._slots.held(self._layer)
         span = self._frame.span
         return all_keys[:, :, :span], all_values[:, :, :span]
 

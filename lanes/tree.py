@@ -108,6 +108,15 @@ class Tree:
             nodes: The most nodes to keep, the root included.
             branches: The most branches to keep.
         """
+        kept = self.worth_most(values, least, nodes, branches)
+        out = Tree(self.tokens[0])
+        self._copy_into(out, 0, 0, kept, values)
+        return out
+
+    def worth_most(
+        self, values: Sequence[float], least: float, nodes: int, branches: int
+    ) -> set[int]:
+        """Return the nodes of which `best` makes its tree."""
         kept, leaves = {0}, {0}
         for node in sorted(range(1, len(self)), key=lambda node: (-values[node], node)):
             if len(kept) == nodes or (len(kept) > 1 and values[node] < least):
@@ -116,9 +125,7 @@ class Tree:
             if parent in kept and (parent in leaves or len(leaves) < branches):
                 kept.add(node)
                 leaves = leaves - {parent} | {node}
-        out = Tree(self.tokens[0])
-        self._copy_into(out, 0, 0, kept, values)
-        return out
+        return kept
 
     def _copy_into(
         self, out: "Tree", node: int, copied: int, kept: set[int], values: Sequence[float]

@@ -7,7 +7,8 @@ tokens are the very ones plain decoding commits. Rejection (Leviathan et al. 202
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Final, Protocol
 
 import msgspec
@@ -160,18 +161,13 @@ def follow(row: Row, choices: Iterable[Choice], drafts: Sequence[Draft]) -> Verd
     Args:
         choices: One a draft and one more. Each is asked for once those before it are committed.
     """
-    verdict = Verdict([], [])
-    for (token, report), draft in zip(choices, (*drafts, None), strict=False):
-        row.commit(token)
-        verdict.tokens.append(token)
-        if report is not None:
-            verdict.logprobs.append(report)
-        if draft is None or token != draft.token:
-            break
-        verdict.accepted += 1
-        if token in row.context.end_ids:
-            break
-    return verdict
+    left = iter(drafts)
+
+    def drafted(token: int) -> bool:
+        draft = next(left, None)
+        return draft is not None and draft.token == token
+
+    return _walk(row, choices, drafted)
 
 
 def follow_tree(row: Row, logits: Logits, tree: Tree) -> tuple[Verdict, list[int]]:
@@ -186,20 +182,32 @@ def follow_tree(row: Row, logits: Logits, tree: Tree) -> tuple[Verdict, list[int
     Raises:
         RowError: When the logits are not finite where it matters; tokens before are committed.
     """
-    verdict, kept = Verdict([], []), [0]
-    while True:
-        token, report = sampler.choose(logits[kept[-1]], row)
+    way = [0]
+
+    def drafted(token: int) -> bool:
+        node = tree.child(way[-1], token)
+        if node is not None:
+            way.append(node)
+        return node is not None
+
+    verdict = _walk(row, (sampler.choose(logits[way[-1]], row) for _ in count()), drafted)
+    return verdict, way[: len(verdict.tokens)]
+
+
+def _walk(row: Row, choices: Iterable[Choice], drafted: Callable[[int], bool]) -> Verdict:
+    """Commit choices one by one, as long as each was drafted and does not end the row."""
+    verdict = Verdict([], [])
+    for token, report in choices:
         row.commit(token)
         verdict.tokens.append(token)
         if report is not None:
             verdict.logprobs.append(report)
-        node = tree.child(kept[-1], token)
-        if node is None:
-            return verdict, kept
+        if not drafted(token):
+            break
         verdict.accepted += 1
         if token in row.context.end_ids:
-            return verdict, kept
-        kept.append(node)
+            break
+    return verdict
 
 
 ACCEPTANCE: Final[Mapping[str, Acceptance]] = {a.name: a for a in (Coupled(), Rejection())}
