@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by
     from .fork import Fork
     from .halves import Halves
     from .ragged import Layout, Pass, RowSlots
+    from .sampler import Ids
     from .tree import Reach
 
 
@@ -139,12 +140,14 @@ class Row:
         self.counts: dict[int, int] = {}  # how often each token was generated
         self.unheard: list[Hidden] = []  # positions a head has still to read, oldest first
         self.prompt_set = frozenset(context.prompt) if context.sampling.penalised else frozenset()
+        self.form = context.grammar.follow() if context.grammar is not None else None
 
     def copy(self) -> Row:
         """Return an unseated twin that goes on by itself."""
         twin = Row(self.key, self.context, self.slots.copy())
         twin.read, twin.unheard = self.read, list(self.unheard)
         twin.generated, twin.counts = list(self.generated), dict(self.counts)
+        twin.form = self.form.copy() if self.form is not None else None
         return twin
 
     @property
@@ -174,8 +177,25 @@ class Row:
         """Tokens the row may still generate."""
         return self.context.budget - len(self.generated)
 
+    def allowed(self, ahead: Sequence[int] = ()) -> Ids | None:
+        """Return the tokens its grammar allows next, ascending; None for all of them.
+
+        Args:
+            ahead: Drafts to suppose committed first.
+
+        Raises:
+            RowError: When the grammar has become too costly to follow.
+        """
+        return self.form.allowed(ahead) if self.form is not None else None
+
     def commit(self, token: int) -> None:
-        """Append a chosen token."""
+        """Append a chosen token.
+
+        Raises:
+            RowError: When its grammar has become too costly to follow.
+        """
+        if self.form is not None:
+            self.form.take(token)
         self.generated.append(token)
         self.counts[token] = self.counts.get(token, 0) + 1
 

@@ -1,8 +1,8 @@
 """Choosing on the device: a step meets the host once, with the tokens and nothing else.
 
 The noise has the same bits as on the host (runtime/noise.py), its floats are 32 bits wide. What a
-device does badly stays on the host, row by row and for the whole life of a row: penalties, biases
-and log probabilities.
+device does badly stays on the host, row by row and for the whole life of a row: penalties, biases,
+grammars and log probabilities.
 """
 
 import time
@@ -104,7 +104,8 @@ def resolve(spans: Sequence[Span], columns: Sequence[Sequence[int]]) -> None:
 def stays_on_device(context: RowContext) -> bool:
     """Whether a row's tokens are chosen on the device."""
     sampling = context.sampling
-    return not (sampling.penalised or sampling.logit_bias or sampling.logprobs is not None)
+    adjusted = sampling.penalised or sampling.logit_bias or context.grammar is not None
+    return not (adjusted or sampling.logprobs is not None)
 
 
 def device_is_faster(vocab_size: int) -> bool:

@@ -39,10 +39,24 @@ def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:
         RowError: When the logits are not finite where it matters.
     """
     context = row.context
-    adjusted = adjust(logits, context.sampling, row.prompt_set, row.counts)
+    ids = row.allowed()
+    adjusted = adjust(within(logits, ids), context.sampling, row.prompt_set, row.counts, ids)
     key = noise.stream_key(context.seed, row.position)
-    token = pick(finite(adjusted), context.sampling, key)
+    token = pick(finite(adjusted), context.sampling, key, ids)
     return token, report(logits, token, context.sampling)
+
+
+def within(logits: Logits, ids: Ids | None) -> Logits:
+    """Return the logits of some tokens out of all; None takes all.
+
+    Raises:
+        RowError: When there are none.
+    """
+    if ids is None:
+        return logits
+    if not ids.size:
+        raise RowError("the grammar allows no token here")
+    return logits[ids]
 
 
 def report(logits: Logits, token: int, sampling: Sampling) -> TokenLogprob | None:

@@ -8,8 +8,9 @@ tokens are the very ones plain decoding commits. Rejection (Leviathan et al. 202
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
+from ..runtime.errors import RowError
 from . import sampler
 from .base import Row
 from .sampler import Ids, Logits
@@ -92,7 +94,8 @@ class Coupled:
         """Choose as the model will, from the head's logits; see `Acceptance.draft`."""
         sampling = row.context.sampling
         key = noise.stream_key(row.context.seed, row.position + len(before))
-        return Draft(sampler.pick(_foreseen(logits, row, _tokens(before), ids), sampling, key, ids))
+        foreseen = _foreseen(logits, row, _tokens(before), ids)
+        return Draft(sampler.pick(foreseen.logits, sampling, key, foreseen.ids))
 
     def candidates(
         self, logits: Logits, row: Row, before: Sequence[int], ids: Ids | None, count: int
@@ -105,7 +108,8 @@ class Coupled:
         """
         sampling = row.context.sampling
         key = noise.stream_key(row.context.seed, row.position + len(before))
-        return sampler.best(_foreseen(logits, row, before, ids), sampling, key, ids, count)
+        foreseen = _foreseen(logits, row, before, ids)
+        return sampler.best(foreseen.logits, sampling, key, foreseen.ids, count)
 
     def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
         """Choose position by position, as plain decoding does; see `Acceptance.verify`."""
@@ -120,9 +124,10 @@ class Rejection:
     def draft(self, logits: Logits, row: Row, before: Sequence[Draft], ids: Ids | None) -> Draft:
         """Draw from the head's own distribution, filtered as the row asks."""
         sampling = row.context.sampling
-        adjusted = _foreseen(logits, row, _tokens(before), ids)
+        foreseen = _foreseen(logits, row, _tokens(before), ids)
         key = noise.stream_key(row.context.seed, row.position + len(before), noise.DRAFT)
-        return Draft(sampler.pick(adjusted, sampling, key, ids), spread(adjusted, sampling, ids))
+        token = sampler.pick(foreseen.logits, sampling, key, foreseen.ids)
+        return Draft(token, spread(foreseen.logits, sampling, foreseen.ids))
 
     def verify(self, logits: Logits, row: Row, drafts: Sequence[Draft]) -> Verdict:
         """Test the drafts in order; see `Acceptance.verify`."""
@@ -138,8 +143,10 @@ class Rejection:
     def _decide(self, logits: Logits, row: Row, draft: Draft) -> int:
         """Return the draft, or the token that takes its place."""
         context = row.context
-        adjusted = sampler.adjust(logits, context.sampling, row.prompt_set, row.counts)
-        target = spread(sampler.finite(adjusted), context.sampling, None)
+        ids = row.allowed()
+        mine = sampler.within(logits, ids)
+        adjusted = sampler.adjust(mine, context.sampling, row.prompt_set, row.counts, ids)
+        target = spread(sampler.finite(adjusted), context.sampling, ids)
         drafted = draft.spread
         assert drafted is not None
         chance = noise.uniform(noise.stream_key(context.seed, row.position, noise.ACCEPT))
@@ -231,13 +238,38 @@ def spread(logits: Logits, sampling: Sampling, ids: Ids | None) -> Spread:
     return Spread(at if ids is None else ids[at], weights / weights.sum())
 
 
-def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) -> Logits:
-    """Adjust a head's logits as the model's will be: penalties count the drafts before."""
+class Foreseen(NamedTuple):
+    """A head's logits as the model's will be, and the tokens they are of; None for all."""
+
+    logits: Logits
+    ids: Ids | None
+
+
+def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) -> Foreseen:
+    """Adjust a head's logits as the model's will be: penalties and grammar count the drafts."""
     sampling = row.context.sampling
     counts: Mapping[int, int] = row.counts
     if before and sampling.penalised:
         counts = Counter(row.counts) + Counter(before)
-    return sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
+    with suppress(RowError):  # a draft may go wrong; the choice it is made for will say so
+        if (allowed := row.allowed(before)) is not None:
+            logits, ids = _common(logits, ids, allowed)
+    return Foreseen(sampler.adjust(logits, sampling, row.prompt_set, counts, ids), ids)
+
+
+def _common(logits: Logits, ids: Ids | None, allowed: Ids) -> tuple[Logits, Ids | None]:
+    """Keep the tokens a grammar allows; what the head never drafts is as likely as the rest of it.
+
+    Where none is allowed, behind an end or a broken draft, all stays: it is refused anyway.
+    """
+    if not allowed.size:
+        return logits, ids
+    if ids is None:
+        return logits[allowed], allowed
+    kept = np.flatnonzero(np.isin(ids, allowed, assume_unique=True))
+    if not kept.size:
+        return np.zeros(allowed.size, np.float32), allowed
+    return logits[kept], ids[kept]
 
 
 def _tokens(drafts: Sequence[Draft]) -> list[int]:

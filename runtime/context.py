@@ -4,6 +4,8 @@ from typing import Final
 
 import msgspec
 
+from .grammar import Grammar
+
 SEED_MASK: Final = (1 << 64) - 1
 
 
@@ -57,6 +59,7 @@ class RowContext(msgspec.Struct, frozen=True):
         budget: The most tokens to generate, at least 1.
         end_ids: Tokens that end the answer; empty when the caller asked to ignore them.
         score_prompt: Report logprobs of the prompt's own tokens (`echo` with `logprobs`).
+        grammar: What form the answer must have.
     """
 
     prompt: tuple[int, ...]
@@ -65,6 +68,7 @@ class RowContext(msgspec.Struct, frozen=True):
     budget: int
     end_ids: frozenset[int]
     score_prompt: bool = False
+    grammar: Grammar | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

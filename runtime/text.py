@@ -8,7 +8,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from .errors import CallerError, ModelError
+from .grammar import Grammars
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
@@ -57,6 +58,11 @@ class Text:
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for this tokenizer."""
+        return Grammars(self._marked.to_str(), self.vocab_size, self.end_ids)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Encode a raw prompt, in which spelled-out control tokens mean the tokens.

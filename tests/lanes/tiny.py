@@ -1,5 +1,6 @@
 """Tiny random models and heads, for what does not need a model that makes sense."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paceline.lanes.heads.qwen3_next import HeadParts
+from paceline.runtime.grammar import Grammars
 from paceline.runtime.model import ModelCard
 
 VOCAB = 512
+END = VOCAB - 1  # of the tiny tokenizer
+_WORDS = ["red", "blue", "green", "yellow", "violet"]
 CARD = ModelCard("tiny", Path(), "llama", "float32", "test", "cpu", 512, 1, VOCAB, (), 0)
 
 
@@ -50,3 +55,26 @@ def tensors_of(parts: HeadParts) -> dict[str, mx.array]:
 def some_ids(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return a draft vocabulary."""
     return np.random.default_rng(4).permutation(VOCAB)[:count].astype(np.int64)
+
+
+@lru_cache(maxsize=1)
+def tiny_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer of the tiny vocabulary, whose last token ends an answer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    lines = [f'{{"colour": "{w}", "size": [{n}, {n + 7}]}}' for n, w in enumerate(_WORDS * 20)]
+    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.add_special_tokens([f"<spare {n}>" for n in range(END - tokenizer.get_vocab_size())])
+    tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.token_to_id("<end>") == END
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def tiny_grammars() -> Grammars:
+    """Return what compiles grammars for the tiny vocabulary."""
+    return Grammars(tiny_tokenizer().to_str(), VOCAB, [END])
