@@ -5,6 +5,7 @@ reader over a bounded channel. Nothing but cancellation may leave its task: what
 becomes this request's error.
 """
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Literal
@@ -16,6 +17,7 @@ from ..runtime.context import RowContext, TokenLogprob
 from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
+from ..runtime.parts import Call, Content, Manner, Part, Splitter, Thought
 from ..runtime.stops import StopMatcher
 from ..runtime.text import Detokenizer, Text
 from .messages import Admitted, Failed, Finish, Lease, Tokens
@@ -30,30 +32,48 @@ class Generation(msgspec.Struct, frozen=True):
 
     Args:
         rows: One context a choice.
-        stops: Stop strings; one that appears ends a row just before it.
+        stops: Stop strings; one that appears in what is said ends a row just before it.
+        manner: How to tell thought, content and calls apart.
         priority: What its turns weigh, where the mode knows priorities.
     """
 
     request_id: str
     rows: tuple[RowContext, ...]
     stops: tuple[str, ...] = ()
+    manner: Manner = Manner()
     priority: Priority = Priority.NORMAL
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Text a row gained, and the log probabilities of the tokens it is made of."""
+    """What a row gained: thought before content before calls.
+
+    Args:
+        logprobs: Of the tokens that the content is made of.
+    """
 
     index: int
-    text: str
+    text: str = ""
+    thought: str = ""
+    calls: tuple[Call, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing."""
+        return self == Piece(self.index)
+
 
 class Ended(msgspec.Struct, frozen=True):
-    """A row is over."""
+    """A row is over.
+
+    Args:
+        stop: The stop string that ended it.
+    """
 
     index: int
-    finish: Finish
+    finish: Finish | Literal["tool_calls"]
+    stop: str | None = None
 
 
 class Alive(msgspec.Struct, frozen=True):
@@ -76,6 +96,7 @@ class Receipt(msgspec.Struct, frozen=True):
     queue_wait_s: float
     time_to_first_token_s: float
     completion_tokens: int
+    reasoning_tokens: int
     drafted_tokens: int
     accepted_tokens: int
     cached_tokens: tuple[int, ...]
@@ -129,7 +150,7 @@ class RequestActor:
         self._received_at = clock()
         self._scope = trio.CancelScope(deadline=self._received_at + deadline_s)
         self._reason: Origin | None = None
-        self._rows = [_RowText(i, text, generation.stops) for i in range(len(generation.rows))]
+        self._rows = [_RowText(i, text, generation) for i in range(len(generation.rows))]
         self._lanes: set[str] = set()
         self._widths: set[int] = set()
         self._cached: dict[int, int] = {}  # of each row, prompt tokens from the prefix bank
@@ -221,7 +242,7 @@ class RequestActor:
         for event in row.take(message):
             await self._pass_on(event)
         if row.ended:
-            self._owner.leave(message.lease, "stop string")
+            self._owner.leave(message.lease, "text ended")
         elif granted := row.credit(len(message.tokens)):
             self._owner.grant(message.lease, granted)
 
@@ -250,6 +271,7 @@ class RequestActor:
             round(self._queue_wait_s or 0.0, 6),
             round(self._first_token_s or 0.0, 6),
             self.completion_tokens,
+            sum(row.thought_tokens for row in self._rows),
             self._drafted,
             self._accepted,
             tuple(self._cached.get(row.index, 0) for row in self._rows),
@@ -265,7 +287,7 @@ class RequestActor:
         }
         match outcome:
             case Finished(receipt):
-                finishes = [row.ended for row in self._rows]
+                finishes = [row.ended.finish for row in self._rows if row.ended]
                 self._meter.saw_end("finished")
                 self._log.info(
                     "request.finished",
@@ -276,6 +298,7 @@ class RequestActor:
                     drafted_tokens=receipt.drafted_tokens,
                     accepted_tokens=receipt.accepted_tokens,
                     cached_tokens=sum(receipt.cached_tokens),
+                    reasoning_tokens=receipt.reasoning_tokens,
                 )
             case Broken("client_disconnect" | "client_stall" as code):
                 self._meter.saw_end("cancelled")
@@ -286,35 +309,48 @@ class RequestActor:
 
 
 class _RowText:
-    """The text side of one row: detokenizer, stop strings, and the tokens behind the text."""
+    """The text side of one row: detokenizer, splitter, stop strings, and the tokens behind it."""
 
-    def __init__(self, index: int, text: Text, stops: tuple[str, ...]) -> None:
+    def __init__(self, index: int, text: Text, generation: Generation) -> None:
+        manner = generation.manner
+        marks = text.marks_of(manner.dialect) if manner.marked else frozenset[int]()
         self.index = index
-        self._detokenizer = Detokenizer(text)
-        self._matcher = StopMatcher(stops)
-        self._pushed = 0  # characters given to the matcher
-        self._waiting: list[tuple[int, TokenLogprob]] = []  # (where its text begins, entry)
+        self._most_calls = manner.most_calls
+        self._detokenizer = Detokenizer(text, marks)
+        self._splitter = Splitter(manner)
+        self._matcher = StopMatcher(generation.stops)
+        self._entries = _Entries()
+        self._pushed = 0  # characters of the whole text so far
         self._taken = 0  # tokens passed on since the last grant
         self.tokens = 0
-        self.ended: Finish | None = None
+        self.thought_tokens = 0
+        self.ended: Ended | None = None
 
     def take(self, message: Tokens) -> list[Event]:
         """Return what to pass on for a row's new tokens."""
-        shown = ""
+        events: list[Event] = []
+        if message.prompt_logprobs:
+            events.append(Piece(self.index, prompt_logprobs=message.prompt_logprobs))
         for at, token in enumerate(message.tokens):
             self.tokens += 1
+            self.thought_tokens += self._splitter.thinking
             is_end = message.finish == "stop" and at == len(message.tokens) - 1
             if message.logprobs and not is_end:
-                self._waiting.append((self._pushed, message.logprobs[at]))
+                self._entries.add(self._pushed, message.logprobs[at])
             added = "" if is_end else self._detokenizer.push(token)
             self._pushed += len(added)
-            shown += self._matcher.push(added)
-            if self._matcher.matched is not None:
-                return self._end("stop", shown, message)
-        if message.finish is not None:
-            return self._end(message.finish, shown + self._matcher.flush(), message)
-        piece = Piece(self.index, shown, self._released(), message.prompt_logprobs)
-        return [piece] if shown or piece.logprobs or piece.prompt_logprobs else []
+            events += self._pieces(self._splitter.push(added))
+            if (finish := self._finish(None)) is not None:
+                return [*_joined(events), self._end(finish)]
+        if message.finish is None:
+            return _joined(events)
+        events += self._pieces(self._splitter.finish())
+        finish = self._finish(message.finish)
+        assert finish is not None
+        if self._matcher.matched is None:
+            rest = self._matcher.flush()
+            events.append(Piece(self.index, rest, logprobs=self._entries.rest(self._pushed)))
+        return [*_joined(events), self._end(finish)]
 
     def credit(self, tokens: int) -> int:
         """Note tokens that were passed on; return how many to grant now, a few at a time."""
@@ -324,20 +360,105 @@ class _RowText:
         granted, self._taken = self._taken, 0
         return granted
 
-    def _end(self, finish: Finish, shown: str, message: Tokens) -> list[Event]:
-        self.ended = finish
-        entries = self._released()
-        piece = Piece(self.index, shown, entries, message.prompt_logprobs)
-        last: list[Event] = [piece] if shown or entries or piece.prompt_logprobs else []
-        return [*last, Ended(self.index, finish)]
+    def _finish(self, finish: Finish | None) -> Finish | Literal["tool_calls"] | None:
+        """Return how the row ended, if it has."""
+        if self._matcher.matched is not None:
+            return "stop"
+        enough = self._most_calls is not None and self._splitter.calls >= self._most_calls
+        if enough or (finish == "stop" and self._splitter.calls):
+            return "tool_calls"
+        return finish
 
-    def _released(self) -> tuple[TokenLogprob, ...]:
-        """Return entries of tokens whose text has been shown, at least in part."""
-        shown, over = self._matcher.emitted, self.ended is not None
-        cut = self._matcher.matched is not None
-        ready = [e for at, e in self._waiting if at < shown or (over and not cut)]
-        self._waiting = [] if over else [w for w in self._waiting if w[0] >= shown]
-        return tuple(ready)
+    def _end(self, finish: Finish | Literal["tool_calls"]) -> Ended:
+        self.ended = Ended(self.index, finish, self._matcher.matched)
+        return self.ended
+
+    def _pieces(self, parts: list[Part]) -> list[Event]:
+        """Return parts as pieces; content passes the stop strings first."""
+        pieces: list[Event] = []
+        for part in parts:
+            match part:
+                case Thought(text):
+                    pieces.append(Piece(self.index, thought=text))
+                case Call():
+                    pieces += self._said(self._matcher.flush())
+                    pieces.append(Piece(self.index, calls=(part,)))
+                case Content(text, start):
+                    self._entries.say(start, len(text))
+                    pieces += self._said(self._matcher.push(text))
+            if self._matcher.matched is not None:
+                break
+        return pieces
+
+    def _said(self, shown: str) -> list[Event]:
+        entries = self._entries.until(self._matcher.emitted)
+        return [Piece(self.index, shown, logprobs=entries)] if shown or entries else []
+
+
+class _Entries:
+    """Log probabilities that wait until the text of their tokens is shown as content."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # where in the whole text
+        self._placed: deque[tuple[int, TokenLogprob]] = deque()  # where in the content
+        self._said = 0
+        self._end = 0  # of the content, in the whole text
+
+    def add(self, at: int, entry: TokenLogprob) -> None:
+        """Take a token's entry; its text begins `at` characters into the whole."""
+        self._waiting.append((at, entry))
+
+    def say(self, start: int, length: int) -> None:
+        """Note that these characters are content; what began before them and waits is none."""
+        while self._waiting and self._waiting[0][0] < start + length:
+            at, entry = self._waiting.popleft()
+            if at >= start:
+                self._placed.append((self._said + at - start, entry))
+        self._said += length
+        self._end = start + length
+
+    def until(self, shown: int) -> tuple[TokenLogprob, ...]:
+        """Return entries of tokens of which so many characters of content show a part."""
+        out = []
+        while self._placed and self._placed[0][0] < shown:
+            out.append(self._placed.popleft()[1])
+        return tuple(out)
+
+    def rest(self, total: int) -> tuple[TokenLogprob, ...]:
+        """Return what is left when all content is shown, tokens without text at its end too.
+
+        Args:
+            total: Characters of the whole text.
+        """
+        ends = [entry for at, entry in self._waiting if at == self._end == total]
+        left = (*(entry for _, entry in self._placed), *ends)
+        self._placed.clear()
+        self._waiting.clear()
+        return left
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Join pieces that follow each other, as long as thought stays before content and calls."""
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(last, Piece) and isinstance(event, Piece) and _follows(last, event):
+            out[-1] = Piece(
+                last.index,
+                last.text + event.text,
+                last.thought + event.thought,
+                last.calls + event.calls,
+                last.logprobs + event.logprobs,
+                last.prompt_logprobs + event.prompt_logprobs,
+            )
+        else:
+            out.append(event)
+    return [event for event in out if not (isinstance(event, Piece) and event.empty)]
+
+
+def _follows(last: Piece, piece: Piece) -> bool:
+    content = piece.text or piece.logprobs
+    return not (last.calls and (content or piece.thought)) and not (last.text and piece.thought)
 
 
 def _abandoned(reason: Origin) -> Broken:

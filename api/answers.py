@@ -20,6 +20,7 @@ from .replies import (
     ChatChunk,
     ChatLogprob,
     ChatLogprobs,
+    CompletionDetails,
     ErrorReply,
     Paceline,
     PromptDetails,
@@ -35,12 +36,36 @@ Choice = TypeVar("Choice")
 
 
 class Collected(msgspec.Struct):
-    """One choice of an unstreamed answer."""
+    """One choice of an unstreamed answer.
+
+    Args:
+        calls: Id, name and arguments of each call.
+    """
 
     text: str = ""
+    thought: str = ""
+    calls: list[list[str]] = []
     finish: str = ""
+    stop: str | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
+
+    def take(self, piece: Piece) -> None:
+        """Add what a row gained."""
+        self.text += piece.text
+        self.thought += piece.thought
+        for call in piece.calls:
+            if call.id is not None:
+                self.calls.append([call.id, call.name or "", ""])
+            self.calls[call.index][2] += call.arguments
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs
+
+    @property
+    def likelihood(self) -> float:
+        """Its mean log probability a token."""
+        scores = [entry.logprob or 0.0 for entry in self.logprobs]
+        return sum(scores) / max(1, len(scores))
 
 
 def new_request_id() -> str:
@@ -73,7 +98,7 @@ async def answer(
     choices = await _collect(actor, order)
     match actor.outcome:
         case Finished() as finished:
-            return reply(200, whole(choices, finished), headers)
+            return reply(200, whole(_likeliest(choices, order), finished), headers)
         case Broken() as broken:
             status = broken_status(broken)
             if status == 503:
@@ -133,7 +158,8 @@ def usage_of(order: Order, finished: Finished) -> Usage:
     prompt = sum(map(len, order.prompts))
     completion = 0 if order.drop_completion else finished.receipt.completion_tokens
     cached = sum(finished.receipt.cached_tokens[:: order.n])
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+    thought = CompletionDetails(finished.receipt.reasoning_tokens)
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), thought)
 
 
 def paceline_of(house: House, order: Order, finished: Finished) -> Paceline:
@@ -184,6 +210,17 @@ def text_logprobs(
     return TextLogprobs(tokens, [entry.logprob for entry in entries], top, offsets), offset
 
 
+def _likeliest(choices: list[Collected], order: Order) -> list[Collected]:
+    """Return the likeliest `kept` of each prompt's choices, the best first."""
+    if order.kept == order.n:
+        return choices
+    out = []
+    for start in range(0, len(choices), order.n):
+        mine = sorted(choices[start : start + order.n], key=lambda choice: -choice.likelihood)
+        out += mine[: order.kept]
+    return out
+
+
 def _shown(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
@@ -214,12 +251,10 @@ async def _collect(actor: RequestActor, order: Order) -> list[Collected]:
         async for event in actor.events:
             match event:
                 case Piece():
-                    choice = choices[event.index]
-                    choice.text += event.text
-                    choice.logprobs += event.logprobs
-                    choice.prompt_logprobs += event.prompt_logprobs
+                    choices[event.index].take(event)
                 case Ended():
                     choices[event.index].finish = event.finish
+                    choices[event.index].stop = event.stop
                 case Alive():
                     pass
     except trio.Cancelled:

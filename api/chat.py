@@ -10,6 +10,7 @@ from quart import Response
 from ..actors.house import House
 from ..actors.request import Ended, Finished, Piece
 from ..runtime.context import TokenLogprob
+from ..runtime.parts import Call
 from .answers import (
     ChoiceStream,
     Collected,
@@ -21,6 +22,8 @@ from .answers import (
 )
 from .problems import decode
 from .replies import (
+    CallDelta,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -28,6 +31,8 @@ from .replies import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    FunctionDelta,
+    MadeCall,
 )
 from .schemas import ChatRequest
 from .translate import Order, chat_order
@@ -52,7 +57,7 @@ async def chat_completions(house: House, raw: bytes, priority: str | None) -> Re
             choices=[
                 ChatChoice(
                     index,
-                    ChatMessage(choice.text),
+                    _message(choice),
                     choice.finish,
                     _logprobs(house, order, tuple(choice.logprobs)),
                 )
@@ -76,8 +81,14 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
         ]
 
     def piece(self, piece: Piece) -> Iterable[ChatChunk]:
-        """Return new text."""
-        delta = ChatDelta(content=piece.text)
+        """Return new text, thoughts and pieces of calls."""
+        delta = ChatDelta()
+        if piece.text or piece.logprobs:
+            delta.content = piece.text
+        if piece.thought:
+            delta.reasoning_content = piece.thought
+        if piece.calls:
+            delta.tool_calls = [_call_delta(call) for call in piece.calls]
         logprobs = _logprobs(self._house, self._order, piece.logprobs)
         return [self._chunk(ChatChunkChoice(piece.index, delta, logprobs=logprobs))]
 
@@ -94,6 +105,25 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
         if self._order.include_usage:
             chunk.usage = None
         return chunk
+
+
+def _message(choice: Collected) -> ChatMessage:
+    message = ChatMessage(choice.text or (None if choice.calls else ""))
+    if choice.calls:
+        message.tool_calls = [
+            MadeCall(id, CalledFunction(name, arguments)) for id, name, arguments in choice.calls
+        ]
+    if choice.thought:
+        message.reasoning_content = choice.thought
+    return message
+
+
+def _call_delta(call: Call) -> CallDelta:
+    """Return a piece of a call: what names it comes with its first piece and never again."""
+    delta = CallDelta(call.index, FunctionDelta(call.arguments))
+    if call.id is not None and call.name is not None:
+        delta.id, delta.type, delta.function.name = call.id, "function", call.name
+    return delta
 
 
 def _logprobs(house: House, order: Order, entries: tuple[TokenLogprob, ...]) -> ChatLogprobs | None:

@@ -48,7 +48,7 @@ async def completions(house: House, raw: bytes, priority: str | None) -> Respons
 
 
 def _choice(house: House, order: Order, index: int, choice: Collected) -> TextChoice:
-    prompt = house.text.decode(order.prompts[index // order.n]) if order.echo else ""
+    prompt = house.text.decode(order.prompts[index // order.kept]) if order.echo else ""
     text = "" if order.drop_completion else choice.text
     logprobs = None
     if order.alternatives is not None:

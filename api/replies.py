@@ -97,12 +97,33 @@ class Paceline(Struct):
     accepted_tokens: int
 
 
-class ChatMessage(Struct):
-    """An answer."""
+class CalledFunction(Struct):
+    """A call's function; arguments are JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct):
+    """A whole call."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct):
+    """An answer.
+
+    Args:
+        reasoning_content: Extension: what the model thought before it answered.
+    """
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MadeCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -127,11 +148,29 @@ class ChatReply(Struct):
     system_fingerprint: str | None = None
 
 
+class FunctionDelta(Struct):
+    """What a chunk adds to a call's function: its name once, then its arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """What a chunk adds to a call; id and type come once."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     """What a chunk adds to an answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

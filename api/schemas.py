@@ -96,6 +96,8 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None  # extension: templates show what they want of it
 
 
 class ToolMessage(Struct, tag_field="role", tag="tool"):
@@ -124,17 +126,71 @@ class Tool(Struct):
     type: Literal["function"] = "function"
 
 
+class ToolName(Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, tag_field="type", tag="function"):
+    """This function must be called."""
+
+    function: ToolName
+
+
+class AllowedTool(Struct):
+    """One of the tools that may be called."""
+
+    function: ToolName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools"):
+    """Only some of the tools may be called."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+
+
 class StreamOptions(Struct):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(Struct):
-    """What form the answer must have."""
+class NamedSchema(Struct):
+    """A JSON schema with a name; it is enforced, strict or not."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Any = None
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class PacelineFields(Struct, forbid_unknown_fields=True):
@@ -143,7 +199,31 @@ class PacelineFields(Struct, forbid_unknown_fields=True):
     priority: Priority | None = None
 
 
-class SamplingFields(Struct, kw_only=True):
+class UnservedFields(Struct, kw_only=True):
+    """What other servers know, would change the answer, and is refused here when it is set."""
+
+    min_tokens: Any = None
+    stop_token_ids: Any = None
+    bad_words: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    typical_p: Any = None
+    top_a: Any = None
+    mirostat: Any = None
+    xtc_probability: Any = None
+    dry_multiplier: Any = None
+    repeat_penalty: Any = None
+    structured_outputs: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    logits_processors: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    lora: Any = None
+    adapters: Any = None
+
+
+class SamplingFields(UnservedFields, kw_only=True):
     """What both completion routes share. null is the same as leaving a field out."""
 
     model: str | None = None
@@ -161,6 +241,10 @@ class SamplingFields(Struct, kw_only=True):
     repetition_penalty: Repetition | None = None  # extension
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None  # extension: run to the budget
+    guided_json: dict[str, Any] | None = None  # extensions: what form the answer must have
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     paceline: PacelineFields | None = None  # extension
 
@@ -174,9 +258,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # extension
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None

@@ -8,10 +8,10 @@ from quart import Response
 
 from ..actors.house import House
 from ..runtime.errors import CallerError
+from .conversation import Setting, described, encode_chat
 from .problems import decode, reply
 from .replies import DetokenizeReply, TokenizeReply
 from .schemas import DetokenizeRequest, TokenizeRequest
-from .translate import encode_chat
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
@@ -23,7 +23,8 @@ async def tokenize(house: House, raw: bytes) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise CallerError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tokens = list(await encode_chat(house.text, body.messages, body.tools))
+        setting = Setting(tuple(map(described, body.tools or ())))
+        tokens = (await encode_chat(house.text, body.messages, setting)).tokens
     else:
         special = body.add_special_tokens is not False
         tokens = await trio.to_thread.run_sync(

@@ -10,28 +10,42 @@ import trio
 from ..actors.house import Served
 from ..actors.request import Generation
 from ..runtime.context import SEED_MASK, RowContext, Sampling, row_seed
+from ..runtime.dialect import Dialect
 from ..runtime.errors import CallerError, ContextOverflow
+from ..runtime.grammar import Grammar, Source, Thinking
 from ..runtime.modes import PRIORITY_MODES, Priority
+from ..runtime.parts import Manner
 from ..runtime.settings import ServerArgs
 from ..runtime.text import Text
-from .schemas import (
-    AssistantMessage,
-    ChatRequest,
-    CompletionRequest,
-    Content,
-    DeveloperMessage,
-    Message,
-    RefusalPart,
-    SamplingFields,
-    TextPart,
-    Tool,
-    ToolMessage,
-)
+from .conversation import INLINE_CHARACTERS, Setting, encode_chat
+from .forms import chat_form, guided
+from .schemas import ChatRequest, CompletionRequest, SamplingFields, UnservedFields
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
-_INLINE_CHARACTERS: Final = 16_384  # longer prompts are tokenized off the event loop
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
+_INLINE_GRAMMAR: Final = 4_096  # characters that compile within a few milliseconds
+_AS_IT_IS: Final = Manner()
+# What rendering a prompt sets itself.
+_OWN_OPTIONS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -39,6 +53,7 @@ class Order(msgspec.Struct, frozen=True):
 
     Args:
         prompts: Tokens of each prompt; rows come prompt by prompt, `n` for each.
+        kept: How many of those `n` are answered with: the likeliest.
         alternatives: Alternatives to report beside each token, None for no log probabilities.
         max_tokens: The budget that holds, clamped to what the context leaves.
     """
@@ -46,6 +61,7 @@ class Order(msgspec.Struct, frozen=True):
     generation: Generation
     prompts: tuple[tuple[int, ...], ...]
     n: int
+    kept: int
     seed: int
     alternatives: int | None
     max_tokens: int
@@ -62,18 +78,25 @@ async def chat_order(
     served: Served,
     args: ServerArgs,
     header: str | None = None,
+    *,
+    where: str = "messages",
+    go_on: bool = False,
 ) -> Order:
     """Translate a chat request.
 
     Args:
         header: The priority its header names, if any.
+        where: The field of the caller's own body that holds the messages, for errors.
+        go_on: Let the answer go on with the last message, which is the assistant's.
 
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    _refuse_unsupported(body)
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
-    prompt = await encode_chat(text, body.messages, tools)
+    refuse_unserved(body)
+    form = chat_form(body, text.dialect)
+    setting = Setting(form.tools, _template_options(body, text.dialect), form.lead, go_on, where)
+    prompt = await encode_chat(text, body.messages, setting)
+    thinking = text.dialect.thinking(prompt.thought)
     alternatives = None
     if body.logprobs:
         alternatives = body.top_logprobs or 0
@@ -83,13 +106,15 @@ async def chat_order(
     return _order(
         body,
         request_id,
-        [prompt],
+        [tuple(prompt.tokens)],
         text,
         served,
         _priority(body, header, args),
         asked=asked,
         alternatives=alternatives,
-        prompt_param="messages",
+        prompt_param=where,
+        grammar=await _compiled(text, form.source, thinking),
+        manner=msgspec.structs.replace(form.manner, thinking=prompt.thought == "begun"),
     )
 
 
@@ -108,8 +133,15 @@ async def completion_order(
     """
     if body.suffix:
         raise CallerError("suffix (fill in the middle) is not supported", param="suffix")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise CallerError("best_of other than n is not supported", param="best_of")
+    refuse_unserved(body)
+    best_of = body.best_of if body.best_of != (body.n or 1) else None
+    if best_of is not None and best_of < (body.n or 1):
+        raise CallerError("best_of must be at least n", param="best_of")
+    if best_of is not None and body.stream:
+        raise CallerError("the best of several cannot be streamed", param="best_of")
+    source = guided(body)
+    if source is not None and body.ignore_eos:
+        raise CallerError(f"{source.param} cannot be kept with ignore_eos", param="ignore_eos")
     prompts = [await _encode_prompt(text, item, served) for item in _prompt_items(body.prompt)]
     asked = LEGACY_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
@@ -127,48 +159,9 @@ async def completion_order(
         prompt_param="prompt",
         echo=echo,
         drop_completion=asked == 0,
+        best_of=best_of,
+        grammar=await _compiled(text, source),
     )
-
-
-async def encode_chat(
-    text: Text, messages: Sequence[Message], tools: Sequence[Tool] | None
-) -> tuple[int, ...]:
-    """Return the tokens of a conversation, long ones worked out off the event loop.
-
-    Raises:
-        CallerError: For content that a text model cannot take.
-    """
-    plain = [plain_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    described = [msgspec.to_builtins(t) for t in tools] if tools else None
-    size = sum(len(str(m["content"])) for m in plain)
-    if size <= _INLINE_CHARACTERS and not described:
-        return tuple(text.encode_chat(plain))
-    return tuple(await trio.to_thread.run_sync(text.encode_chat, plain, described))
-
-
-def plain_message(message: Message, where: str) -> dict[str, Any]:
-    """Return what a chat template reads of a message; developer is its name for system.
-
-    Raises:
-        CallerError: When a part is neither text nor refusal.
-    """
-    role = "system" if isinstance(message, DeveloperMessage) else _role(message)
-    plain: dict[str, Any] = {"role": role, "content": _flat(message.content, where)}
-    if isinstance(message, AssistantMessage) and message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    if isinstance(message, ToolMessage):
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
 
 
 def _order(
@@ -184,11 +177,15 @@ def _order(
     prompt_param: str,
     echo: bool = False,
     drop_completion: bool = False,
+    best_of: int | None = None,
+    grammar: Grammar | None = None,
+    manner: Manner = _AS_IT_IS,
 ) -> Order:
-    n = body.n or 1
+    n = best_of or body.n or 1
     if n * len(prompts) > _MAX_ROWS:
         raise CallerError(f"n times prompts must be at most {_MAX_ROWS}", param="n")
-    sampling = _sampling(body, alternatives, served.vocab_size)
+    scored = 0 if best_of is not None and alternatives is None else alternatives
+    sampling = _sampling(body, scored, served.vocab_size)
     seed = _seed(body.seed)
     end_ids = frozenset[int]() if body.ignore_eos else text.end_ids
     rows: list[RowContext] = []
@@ -206,13 +203,15 @@ def _order(
                 budget=budget,
                 end_ids=end_ids,
                 score_prompt=echo and alternatives is not None,
+                grammar=grammar,
             )
             for choice in range(n)
         ]
     return Order(
-        generation=Generation(request_id, tuple(rows), _stops(body), priority),
+        generation=Generation(request_id, tuple(rows), _stops(body), manner, priority),
         prompts=tuple(prompts),
         n=n,
+        kept=body.n or 1,
         seed=seed,
         alternatives=alternatives,
         max_tokens=budget,
@@ -289,58 +288,49 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)
 
 
-def _refuse_unsupported(body: ChatRequest) -> None:
-    """Refuse what would change the answer and is not built, instead of ignoring it."""
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise CallerError(
-            "tool_choice: only 'auto' and 'none' are supported; a call cannot be enforced yet",
-            param="tool_choice",
-        )
-    if body.response_format is not None and body.response_format.type != "text":
-        raise CallerError(
-            f"response_format {body.response_format.type!r} is not supported yet; use 'text'",
-            param="response_format",
-        )
-    if body.modalities not in (None, ["text"]):
-        raise CallerError("modalities: only text is supported", param="modalities")
-    for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
-        if getattr(body, name) not in (None, [], "none", "auto"):
-            raise CallerError(f"{name} is not supported", param=name)
+def refuse_unserved(body: SamplingFields) -> None:
+    """Refuse what would change the answer and is not served, instead of ignoring it.
+
+    Raises:
+        CallerError: Naming the field.
+    """
+    if isinstance(body, ChatRequest):
+        if body.modalities not in (None, ["text"]):
+            raise CallerError("modalities: only text is served", param="modalities")
+        for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
+            if getattr(body, name) not in (None, [], "none", "auto"):
+                raise CallerError(f"{name} is not served; see docs/api.md", param=name)
+    for name in UnservedFields.__struct_fields__:
+        if getattr(body, name) is not None:
+            raise CallerError(f"{name} is not served; see docs/api.md", param=name)
 
 
-def _role(message: Message) -> str:
-    return str(type(message).__struct_config__.tag)
+def _template_options(body: ChatRequest, dialect: Dialect) -> dict[str, Any]:
+    """Return the chat template's variables that a request sets.
+
+    Raises:
+        CallerError: For a variable that is not the request's to set.
+    """
+    options = dict(body.chat_template_kwargs or {})
+    for name in options:
+        if name in _OWN_OPTIONS or not name.isidentifier():
+            where = f"chat_template_kwargs.{name}"
+            raise CallerError(f"{where} cannot be set by a request", param=where)
+    if body.reasoning_effort is not None and dialect.think_open:
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    return options
 
 
-def _flat(content: Content | None, where: str) -> str:
-    """Return a message's text; parts are joined as they are."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    pieces = []
-    for at, part in enumerate(content):
-        match part:
-            case TextPart(text):
-                pieces.append(text)
-            case RefusalPart(refusal):
-                pieces.append(refusal)
-            case _:
-                kind = type(part).__struct_config__.tag
-                raise CallerError(
-                    f"{where}.content[{at}]: a text model cannot take {kind!r} parts",
-                    param=f"{where}.content[{at}]",
-                )
-    return "".join(pieces)
-
-
-def _arguments(text: str) -> Any:
-    """Return a call's arguments as templates read them: an object where the text is one."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
+async def _compiled(
+    text: Text, source: Source | None, thinking: Thinking | None = None
+) -> Grammar | None:
+    """Compile a grammar, a large one off the event loop: it takes a while."""
+    if source is None:
+        return None
+    if len(source.text) <= _INLINE_GRAMMAR:
+        return text.grammars.compile(source, thinking)
+    return await trio.to_thread.run_sync(text.grammars.compile, source, thinking)
 
 
 def _prompt_items(prompt: Any) -> list[str | list[int]]:
@@ -358,7 +348,7 @@ def _prompt_items(prompt: Any) -> list[str | list[int]]:
 
 async def _encode_prompt(text: Text, item: str | list[int], served: Served) -> tuple[int, ...]:
     if isinstance(item, str):
-        if len(item) <= _INLINE_CHARACTERS:
+        if len(item) <= INLINE_CHARACTERS:
             ids = text.encode(item)
         else:
             ids = await trio.to_thread.run_sync(text.encode, item)

@@ -32,6 +32,11 @@ class Source(msgspec.Struct, frozen=True):
     text: str
     param: str
 
+    def named(self, name: str) -> dict[str, Any]:
+        """Return it as a part of a larger grammar, which calls it `@name`."""
+        (part,) = json.loads(self.text)["grammars"]
+        return {**part, "name": name}
+
 
 class Thinking(msgspec.Struct, frozen=True):
     """How a model thinks before it answers; a grammar sleeps meanwhile.
@@ -206,7 +211,8 @@ def regex(pattern: str, param: str) -> Source:
 
 def choice(options: Sequence[str], param: str) -> Source:
     """Return the grammar of one of some texts."""
-    return Source(grammar_from("choice", json.dumps(list(options))), param)
+    quoted = (json.dumps(option, ensure_ascii=False) for option in options)
+    return Source(lark("start: " + " | ".join(quoted)), param)
 
 
 def written(grammar: str, param: str) -> Source:
@@ -216,9 +222,14 @@ def written(grammar: str, param: str) -> Source:
         CallerError: When it is neither.
     """
     try:
-        return Source(grammar_from("grammar", grammar), param)
+        return Source(lark(grammar_from("grammar", grammar)), param)
     except ValueError as error:
         raise CallerError(f"{param}: {_one_line(str(error))}", param=param) from None
+
+
+def lark(grammar: str) -> str:
+    """Return a Lark grammar in llguidance's own notation."""
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]})
 
 
 def embedded(schema: Any, *, lenient: bool) -> str:

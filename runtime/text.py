@@ -7,20 +7,32 @@ message is encoded as the characters it is made of, never as the token.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from .dialect import Dialect, Thought, dialect_of, in_words
 from .errors import CallerError, ModelError
 from .grammar import Grammars
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation ready for an answer.
+
+    Args:
+        thought: Where it leaves the model's thinking.
+    """
+
+    tokens: list[int]
+    thought: Thought
 
 
 class Text:
@@ -59,6 +71,8 @@ class Text:
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
 
+        self.dialect = dialect_of(model_dir, self._render) if self.has_chat_template else Dialect()
+
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles grammars for this tokenizer."""
@@ -73,21 +87,51 @@ class Text:
         return list(self._marked.encode(text, add_special_tokens=add_special).ids)
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Encode a conversation through the model's chat template, ready for an answer.
+        """Encode a conversation, ready for an answer; see `chat`."""
+        return self.chat(messages, tools).tokens
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        options: Mapping[str, Any] | None = None,
+        lead: str = "",
+        go_on: bool = False,
+    ) -> ChatPrompt:
+        """Encode a conversation through the model's chat template.
 
         Args:
             messages: `role` and text `content` at least; other fields reach the template.
+            tools: OpenAI's descriptions of functions; said in words where the template has none.
+            options: Further variables of the template.
+            lead: What the answer is made to begin with, unless the template has begun a thought;
+                marks in it are the model's own.
+            go_on: Let the answer go on with the last message, which is the assistant's.
 
         Raises:
             CallerError: When the template refuses the conversation.
         """
-        shield = _unused_character(messages)
-        shielded = _shield(list(messages), self._special_pattern, shield)
-        rendered = self._render(shielded, tools)
+        if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            messages = in_words(self.dialect, list(messages), tools)
+        shield = _unused_character([*messages, *tools])
+        shielded, shown = (
+            _shield(list(texts), self._special_pattern, shield) for texts in (messages, tools)
+        )
+        rendered = self._render(shielded, shown, go_on, options or {})
         if shield not in rendered:
-            return self.encode(rendered, add_special=False)
+            tokens = self.encode(rendered, add_special=False)
+        else:
+            tokens = self._encode_shielded(rendered, shield)
+        thought: Thought = "over" if go_on else self.dialect.thought_at(rendered)
+        if lead and thought != "begun":
+            tokens += self.encode(lead, add_special=False)
+            thought = "over"
+        return ChatPrompt(tokens, thought)
+
+    def _encode_shielded(self, rendered: str, shield: str) -> list[int]:
         ids: list[int] = []
         at = 0
         for match in self._special_pattern.finditer(rendered):
@@ -122,12 +166,23 @@ class Text:
                 return self._special_ids[candidate]
         return min(self.end_ids, default=0)
 
+    def marks_of(self, dialect: Dialect) -> frozenset[int]:
+        """Return the control tokens that a dialect's marks are made of."""
+        opening, closing = dialect.call_open, dialect.call_close
+        marks = (dialect.think_open, dialect.think_close, opening, closing)
+        found = (self._special_pattern.findall(mark) for mark in marks if mark)
+        return frozenset(self._special_ids[name] for names in found for name in names)
+
     def is_special(self, token: int) -> bool:
         """Say whether a token is a control token, which an answer's text does not show."""
         return token in self._special
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        go_on: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         if not self.has_chat_template:
             raise CallerError(
@@ -136,9 +191,11 @@ class Text:
         try:
             text = self._template.apply_chat_template(
                 messages,
-                tools=list(tools) if tools else None,
+                tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not go_on,
+                continue_final_message=go_on,
+                **(options or {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise CallerError(
@@ -155,15 +212,19 @@ class Detokenizer:
 
     An incomplete character at the end waits for its missing bytes and is left out if they
     never come, so the text of a shorter answer begins that of a longer one.
+
+    Args:
+        marks: Control tokens that are shown all the same, since something is to be found by them.
     """
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, marks: frozenset[int] = frozenset()) -> None:
         self._text = text
+        self._marks = marks
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes; a control token adds none."""
-        if self._text.is_special(token):
+        """Return the text that this token completes; a control token adds none, but for marks."""
+        if self._text.is_special(token) and token not in self._marks:
             return ""
         return self._decoder.decode(self._text.token_bytes(token))
 

@@ -5,10 +5,12 @@ No mocks: the actors, the owner and the scheduler core above these are the real 
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 import trio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.actors.core import Core
 from paceline.actors.engine import Engine
@@ -16,9 +18,12 @@ from paceline.actors.house import House, Loaded, Served, keep_house, make_core
 from paceline.actors.messages import OwnerMessage, Turn
 from paceline.lanes.base import Branches, LaneSpec, Receipt, Row, RowDelta
 from paceline.lanes.geometry import GEOMETRIES, lane_name
-from paceline.runtime.context import RowContext, Sampling
+from paceline.runtime.context import RowContext, Sampling, TokenLogprob
+from paceline.runtime.dialect import Dialect, Thought
+from paceline.runtime.grammar import Grammars
 from paceline.runtime.modes import MUST_DRAFT, Mode
 from paceline.runtime.settings import ServerArgs
+from paceline.runtime.text import ChatPrompt
 
 STEP_S = 0.010
 READ_S = 0.001  # a prompt token
@@ -28,6 +33,7 @@ ACCEPTED = 2  # drafts of a step that are accepted
 TILE = 64
 WORD_BASE = 1000  # token WORD_BASE + n reads " wn"
 END = 2
+_DIALECT = Dialect()
 LONGEST_S = 3600  # virtual seconds no test needs
 
 
@@ -117,14 +123,31 @@ class FakeLane:
         accepted = min(depth, self._nature.accepts(row))
         tokens = []
         for _ in range(accepted + 1):
-            tokens.append(self._nature.script(row))
+            tokens.append(self._form_or_script(row))
             if tokens[-1] < 0:
                 return RowDelta(row.key, error="scripted failure")
             row.commit(tokens[-1])
+            if tokens[-1] in row.context.end_ids:
+                break
         branches = None
         if self.spec.kind == "hyper" and depth:
             branches = Branches(2, 2 * depth, 0, depth, accepted)
-        return RowDelta(row.key, tuple(tokens), drafted=depth, accepted=accepted, branches=branches)
+        logprobs = tuple(TokenLogprob(token, -0.5 - token % 7, ()) for token in tokens)
+        return RowDelta(
+            row.key,
+            tuple(tokens),
+            logprobs if row.context.sampling.logprobs is not None else (),
+            drafted=depth,
+            accepted=accepted,
+            branches=branches,
+        )
+
+    def _form_or_script(self, row: Row) -> int:
+        """Return the script's token, or where the row's form forbids it the first it allows."""
+        wanted, allowed = self._nature.script(row), row.allowed()
+        if allowed is None or wanted in allowed:
+            return wanted
+        return int(allowed[-1]) if allowed.size else -1
 
 
 class InlineDevice:
@@ -166,13 +189,36 @@ class InlineDevice:
             await self._wake.wait()
 
 
+@lru_cache(maxsize=1)
+def byte_grammars() -> Grammars:
+    """Return what compiles grammars where a token is a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Bytes that are printable stand for themselves; the others take what letters are left.
+    spelled = {ord(c): c for c in letters if ord(c) < 256}
+    rest = iter(c for c in letters if ord(c) >= 256)
+    vocab = {spelled.get(byte) or next(rest): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Grammars(tokenizer.to_str(), 256, [END])
+
+
 class FakeText:
-    """Text where token WORD_BASE + n reads " wn", END ends, and any other token is a character."""
+    """Text where token WORD_BASE + n reads " wn", END ends, and any other token is a byte."""
 
     vocab_size = 100_000
     end_ids = frozenset({END})
     has_chat_template = True
     document_start = 0
+
+    def __init__(self, dialect: Dialect = _DIALECT, thought: Thought = "over") -> None:
+        self.dialect = dialect
+        self.thought = thought
+        self.last_setting: dict[str, Any] = {}
+
+    @property
+    def grammars(self) -> Grammars:
+        return byte_grammars()
 
     def token_bytes(self, token: int) -> bytes:
         if token == END:
@@ -190,8 +236,16 @@ class FakeText:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+    def marks_of(self, dialect: Dialect) -> frozenset[int]:
+        return frozenset()
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), **setting: Any
+    ) -> ChatPrompt:
+        self.last_setting = setting
+        told = "".join(f"tool:{tool['function']['name']}\n" for tool in tools)
+        said = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+        return ChatPrompt(self.encode(told + said + setting["lead"]), self.thought)
 
 
 class Stand:
@@ -215,6 +269,7 @@ async def stand(
     context: int = 8192,
     nature: Nature | None = None,
     drafts: bool = False,
+    text: FakeText | None = None,
 ) -> AsyncIterator[Stand]:
     """Open a real house over fake lanes in the current clock.
 
@@ -233,7 +288,7 @@ async def stand(
     loaded.served = Served(
         "fake", "fake", "fake", "cpu", "constant-shape", "none", context, 100_000, 1
     )
-    loaded.text = FakeText()  # type: ignore[assignment]
+    loaded.text = text or FakeText()  # type: ignore[assignment]
     loaded.lanes = tuple(lanes.values())
 
     def clock() -> float:

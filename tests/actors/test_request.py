@@ -55,7 +55,7 @@ async def test_a_stop_string_over_two_tokens_is_cut_and_frees_the_row(
         pieces = [event async for event in actor.events]
         shown = "".join(e.text for e in pieces if isinstance(e, Piece))
         assert shown == " w0 w1 w2 w"
-        assert pieces[-1] == Ended(0, "stop")
+        assert pieces[-1] == Ended(0, "stop", "3 w4")
         await trio.sleep(3 * STEP_S)
         assert place.open_rows == set()
 

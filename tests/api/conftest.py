@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quart.typing import TestClientProtocol
-from tests.fakes import Nature, Stand, stand
+from tests.fakes import FakeText, Nature, Stand, stand
 from werkzeug.datastructures import Headers
 
 from paceline.api.app import make_app
@@ -41,9 +41,10 @@ def serving() -> Serving:
         script: Callable[[Row], int] | None = None,
         context: int = 8192,
         nature: Nature | None = None,
+        text: FakeText | None = None,
         **settings: Any,
     ) -> AsyncIterator[tuple[TestClientProtocol, Stand]]:
-        async with stand(ServerArgs(**settings), script, context, nature) as place:
+        async with stand(ServerArgs(**settings), script, context, nature, text=text) as place:
             yield make_app(place.house).test_client(), place
 
     return open_app

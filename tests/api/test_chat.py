@@ -134,8 +134,14 @@ async def test_alternatives_without_logprobs_are_refused(
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": None}},
+            "response_format.json_schema",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         (

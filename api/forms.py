@@ -1,0 +1,141 @@
+"""What form an answer must have: response formats, guided decoding, and calls that must come."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..runtime import grammar
+from ..runtime.dialect import LEAD, Dialect, call_or, forced_call, strict_calls
+from ..runtime.errors import CallerError
+from ..runtime.grammar import Source
+from ..runtime.parts import Manner
+from .conversation import described
+from .schemas import (
+    AllowedToolsChoice,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    SamplingFields,
+    Tool,
+)
+
+_GUIDES: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class Form(msgspec.Struct, frozen=True):
+    """What a chat request asks of its answer's form.
+
+    Args:
+        source: The grammar it must have.
+        manner: How to read it.
+        tools: The functions the model is told of.
+        lead: What the answer is made to begin with.
+    """
+
+    source: Source | None
+    manner: Manner
+    tools: tuple[dict[str, Any], ...] = ()
+    lead: str = ""
+
+
+def chat_form(body: ChatRequest, dialect: Dialect) -> Form:
+    """Return the form of a chat request.
+
+    Raises:
+        CallerError: When tools and formats contradict each other, or cannot be enforced.
+    """
+    asked = _format(body) or guided(body)
+    tools, must = _callable(body)
+    if asked is not None and body.ignore_eos:
+        raise CallerError(f"{asked.param} cannot be kept with ignore_eos", param="ignore_eos")
+    if not tools:
+        return Form(asked, Manner(dialect))
+    shown = tuple(described(tool) for tool in tools)
+    if must:
+        if asked is not None:
+            raise CallerError(
+                f"{asked.param} cannot be kept by an answer that must be a call (tool_choice)",
+                param=asked.param,
+            )
+        source = forced_call(_strictness(tools, shown), "tools")
+        lead = dialect.call_open + LEAD if dialect.call_open else ""
+        return Form(source, Manner(dialect, calling="always", tools=shown), shown, lead)
+    most = 1 if body.parallel_tool_calls is False else None
+    manner = Manner(dialect, calling="maybe", most_calls=most, tools=shown)
+    strict = _strictness(tools, shown)
+    if asked is not None:
+        asked = call_or(asked, dialect, strict)
+    else:
+        asked = strict_calls(dialect, strict, "tools")
+    return Form(asked, manner, shown)
+
+
+def guided(body: SamplingFields) -> Source | None:
+    """Return the grammar that one of the guided_* extensions asks for.
+
+    Raises:
+        CallerError: For more than one, or for what is no grammar.
+    """
+    given = [name for name in _GUIDES if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise CallerError(f"{given[1]} cannot be kept together with {given[0]}", param=given[1])
+    if body.guided_json is not None:
+        return grammar.json_schema(body.guided_json, "guided_json")
+    if body.guided_regex is not None:
+        return grammar.regex(body.guided_regex, "guided_regex")
+    if body.guided_choice is not None:
+        return grammar.choice(body.guided_choice, "guided_choice")
+    if body.guided_grammar is not None:
+        return grammar.written(body.guided_grammar, "guided_grammar")
+    return None
+
+
+def _format(body: ChatRequest) -> Source | None:
+    match body.response_format:
+        case JsonObjectFormat():
+            source = grammar.json_object("response_format")
+        case JsonSchemaFormat(named):
+            schema = {"type": "object"} if named.schema is None else named.schema
+            source = grammar.json_schema(schema, "response_format.json_schema.schema")
+        case _:
+            return None
+    if given := next((name for name in _GUIDES if getattr(body, name) is not None), None):
+        raise CallerError(f"{given} cannot be kept together with response_format", param=given)
+    return source
+
+
+def _callable(body: ChatRequest) -> tuple[list[Tool], bool]:
+    """Return the tools that may be called, and whether one must be."""
+    tools, choice = body.tools or [], body.tool_choice
+    match choice:
+        case None | "auto":
+            return tools, False
+        case "none":
+            return [], False
+        case "required":
+            names, must = None, True
+        case NamedToolChoice(function):
+            names, must = [function.name], True
+        case AllowedToolsChoice(allowed):
+            names = [tool.function.name for tool in allowed.tools]
+            must = allowed.mode == "required"
+    if not tools:
+        raise CallerError("tool_choice needs tools to choose from", param="tool_choice")
+    known = {tool.function.name for tool in tools}
+    for name in names or ():
+        if name not in known:
+            raise CallerError(
+                f"tool_choice: {name!r} is not among the tools ({', '.join(sorted(known))})",
+                param="tool_choice",
+            )
+    return [tool for tool in tools if names is None or tool.function.name in names], must
+
+
+def _strictness(tools: Sequence[Tool], shown: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return described tools that say again which of them are strict."""
+    return [
+        {**said, "function": {**said["function"], "strict": bool(tool.function.strict)}}
+        for tool, said in zip(tools, shown, strict=True)
+    ]
