@@ -2,9 +2,9 @@
 
 import secrets
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 import msgspec
 import trio
@@ -15,13 +15,12 @@ from ..actors.request import Alive, Broken, Ended, Finished, Piece, RequestActor
 from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text
-from .problems import broken_body, broken_status, reply
+from .problems import broken_status, reply
 from .replies import (
     ChatChunk,
     ChatLogprob,
     ChatLogprobs,
     CompletionDetails,
-    ErrorReply,
     Paceline,
     PromptDetails,
     TextLogprobs,
@@ -29,43 +28,11 @@ from .replies import (
     TopLogprob,
     Usage,
 )
+from .shape import Collected, Shape
 from .sse import stream
 from .translate import Order
 
 Choice = TypeVar("Choice")
-
-
-class Collected(msgspec.Struct):
-    """One choice of an unstreamed answer.
-
-    Args:
-        calls: Id, name and arguments of each call.
-    """
-
-    text: str = ""
-    thought: str = ""
-    calls: list[list[str]] = []
-    finish: str = ""
-    stop: str | None = None
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] = []
-
-    def take(self, piece: Piece) -> None:
-        """Add what a row gained."""
-        self.text += piece.text
-        self.thought += piece.thought
-        for call in piece.calls:
-            if call.id is not None:
-                self.calls.append([call.id, call.name or "", ""])
-            self.calls[call.index][2] += call.arguments
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs += piece.prompt_logprobs
-
-    @property
-    def likelihood(self) -> float:
-        """Its mean log probability a token."""
-        scores = [entry.logprob or 0.0 for entry in self.logprobs]
-        return sum(scores) / max(1, len(scores))
 
 
 def new_request_id() -> str:
@@ -73,18 +40,8 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-async def answer(
-    house: House,
-    order: Order,
-    route: str,
-    chunks: "ChoiceStream[Any]",
-    whole: Callable[[list[Collected], Finished], msgspec.Struct],
-) -> Response:
+async def answer(house: House, order: Order, route: str, shape: Shape) -> Response:
     """Run one request and answer it, streamed or whole.
-
-    Args:
-        chunks: How the route writes a stream.
-        whole: How it writes a whole answer.
 
     Raises:
         BusyError: When there is no room for it.
@@ -94,37 +51,28 @@ async def answer(
     actor = house.start(order.generation)
     headers = {"x-request-id": order.generation.request_id}
     if order.stream:
-        return stream(actor, chunks, headers)
+        return stream(actor, shape, headers)
     choices = await _collect(actor, order)
     match actor.outcome:
         case Finished() as finished:
-            return reply(200, whole(_likeliest(choices, order), finished), headers)
+            return reply(200, shape.whole(_likeliest(choices, order), finished), headers)
         case Broken() as broken:
             status = broken_status(broken)
             if status == 503:
                 headers["Retry-After"] = "5"
-            return reply(status, ErrorReply(broken_body(broken)), headers)
+            return reply(status, shape.failure(broken), headers)
         case None:
             raise AssertionError("an actor settles before it closes its channel")
 
 
-class ChoiceStream(ABC, Generic[Choice]):
-    """The chunks of one streamed answer; the very last choice's end carries what ran."""
+class ChoiceShape(Shape, Generic[Choice]):
+    """What OpenAI's two completion routes share: the very last choice's end says what ran."""
 
     def __init__(self, house: House, order: Order) -> None:
-        self._house = house
-        self._order = order
+        super().__init__(house, order)
         self._created = int(time.time())
         self._open = len(order.generation.rows)
         self._last: Choice | None = None
-
-    @abstractmethod
-    def opening(self) -> Iterable[msgspec.Struct]:
-        """Return what a stream begins with."""
-
-    @abstractmethod
-    def piece(self, piece: Piece) -> Iterable[msgspec.Struct]:
-        """Return the events for new text."""
 
     @abstractmethod
     def _end(self, ended: Ended) -> Choice:

@@ -10,11 +10,14 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from ..actors.house import House
+from .anthropic.route import count_tokens, create_message
 from .chat import chat_completions
 from .completions import completions
 from .guard import Guard
 from .models import list_models, show_model
-from .problems import from_exception, reply
+from .problems import from_exception, in_words_of, reply
+from .responses.route import create_response, delete_response, show_response
+from .responses.store import ResponseStore
 from .status import StatusPage
 from .tokens import detokenize, tokenize
 from .translate import PRIORITY_HEADER
@@ -60,6 +63,7 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     )
     guard = Guard(house.args)
     page = StatusPage(house, clock)
+    store = ResponseStore()
 
     @app.before_request
     async def check() -> Response | None:
@@ -67,7 +71,7 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.after_request
     async def dress(response: Response) -> Response:
-        return guard.dress(request, response)
+        return guard.dress(request, in_words_of(request.path, response))
 
     @app.errorhandler(Exception)
     async def explain(error: Exception) -> Response:
@@ -80,6 +84,27 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     @app.post("/v1/completions")
     async def legacy() -> Response:
         return await completions(house, await _body(), request.headers.get(PRIORITY_HEADER))
+
+    @app.post("/v1/responses")
+    async def response() -> Response:
+        priority = request.headers.get(PRIORITY_HEADER)
+        return await create_response(house, store, await _body(), priority)
+
+    @app.get("/v1/responses/<response_id>")
+    async def kept_response(response_id: str) -> Response:
+        return show_response(store, response_id)
+
+    @app.delete("/v1/responses/<response_id>")
+    async def dropped_response(response_id: str) -> Response:
+        return delete_response(store, response_id)
+
+    @app.post("/v1/messages")
+    async def message() -> Response:
+        return await create_message(house, await _body(), request.headers.get(PRIORITY_HEADER))
+
+    @app.post("/v1/messages/count_tokens")
+    async def counted() -> Response:
+        return await count_tokens(house, await _body())
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -12,8 +11,7 @@ from ..actors.request import Ended, Finished, Piece
 from ..runtime.context import TokenLogprob
 from ..runtime.parts import Call
 from .answers import (
-    ChoiceStream,
-    Collected,
+    ChoiceShape,
     answer,
     chat_logprobs,
     new_request_id,
@@ -35,7 +33,8 @@ from .replies import (
     MadeCall,
 )
 from .schemas import ChatRequest
-from .translate import Order, chat_order
+from .shape import Collected
+from .translate import Order, chat_order, check_model
 
 _DECODER: Final = msgspec.json.Decoder(ChatRequest)
 
@@ -47,31 +46,32 @@ async def chat_completions(house: House, raw: bytes, priority: str | None) -> Re
         priority: What the request's header asks for.
     """
     body: ChatRequest = decode(_DECODER, raw)
+    check_model(house, body.model)
     order = await chat_order(body, new_request_id(), house.text, house.served, house.args, priority)
+    return await answer(house, order, "chat", ChatShape(house, order))
 
-    def whole(choices: list[Collected], finished: Finished) -> ChatReply:
+
+class ChatShape(ChoiceShape[ChatChunkChoice]):
+    """A chat answer; every chunk of a streamed one has the same id, time and model."""
+
+    def whole(self, choices: list[Collected], finished: Finished) -> ChatReply:
+        """Return all choices with their messages."""
         return ChatReply(
-            id=_answer_id(order),
-            created=int(time.time()),
-            model=house.served.name,
+            id=_answer_id(self._order),
+            created=self._created,
+            model=self._house.served.name,
             choices=[
                 ChatChoice(
                     index,
                     _message(choice),
                     choice.finish,
-                    _logprobs(house, order, tuple(choice.logprobs)),
+                    _logprobs(self._house, self._order, tuple(choice.logprobs)),
                 )
                 for index, choice in enumerate(choices)
             ],
-            usage=usage_of(order, finished),
-            paceline=paceline_of(house, order, finished),
+            usage=usage_of(self._order, finished),
+            paceline=paceline_of(self._house, self._order, finished),
         )
-
-    return await answer(house, order, "chat", ChatStream(house, order), whole)
-
-
-class ChatStream(ChoiceStream[ChatChunkChoice]):
-    """The chunks of one streamed chat; every chunk has the same id, time and model."""
 
     def opening(self) -> Iterable[ChatChunk]:
         """Name the role of every choice, once."""

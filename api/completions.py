@@ -1,6 +1,5 @@
 """POST /v1/completions, the legacy route: prompts of four forms, echo, flat log probabilities."""
 
-import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -11,8 +10,7 @@ from ..actors.house import House
 from ..actors.request import Ended, Finished, Piece
 from ..runtime.context import TokenLogprob
 from .answers import (
-    ChoiceStream,
-    Collected,
+    ChoiceShape,
     answer,
     new_request_id,
     paceline_of,
@@ -22,7 +20,8 @@ from .answers import (
 from .problems import decode
 from .replies import TextChoice, TextReply
 from .schemas import CompletionRequest
-from .translate import Order, completion_order
+from .shape import Collected
+from .translate import Order, check_model, completion_order
 
 _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 
@@ -30,21 +29,12 @@ _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 async def completions(house: House, raw: bytes, priority: str | None) -> Response:
     """Serve one legacy completion, streamed or whole; see `chat_completions`."""
     body: CompletionRequest = decode(_DECODER, raw)
+    check_model(house, body.model)
     order = await completion_order(
         body, new_request_id(), house.text, house.served, house.args, priority
     )
 
-    def whole(choices: list[Collected], finished: Finished) -> TextReply:
-        return TextReply(
-            id=_answer_id(order),
-            created=int(time.time()),
-            model=house.served.name,
-            choices=[_choice(house, order, i, choice) for i, choice in enumerate(choices)],
-            usage=usage_of(order, finished),
-            paceline=paceline_of(house, order, finished),
-        )
-
-    return await answer(house, order, "completions", TextStream(house, order), whole)
+    return await answer(house, order, "completions", TextShape(house, order))
 
 
 def _choice(house: House, order: Order, index: int, choice: Collected) -> TextChoice:
@@ -57,12 +47,23 @@ def _choice(house: House, order: Order, index: int, choice: Collected) -> TextCh
     return TextChoice(index, prompt + text, logprobs, choice.finish)
 
 
-class TextStream(ChoiceStream[TextChoice]):
-    """The chunks of one streamed completion."""
+class TextShape(ChoiceShape[TextChoice]):
+    """A legacy completion."""
 
     def __init__(self, house: House, order: Order) -> None:
         super().__init__(house, order)
         self._offsets = [0] * self._open
+
+    def whole(self, choices: list[Collected], finished: Finished) -> TextReply:
+        """Return all choices with their texts."""
+        return TextReply(
+            id=_answer_id(self._order),
+            created=self._created,
+            model=self._house.served.name,
+            choices=[_choice(self._house, self._order, i, c) for i, c in enumerate(choices)],
+            usage=usage_of(self._order, finished),
+            paceline=paceline_of(self._house, self._order, finished),
+        )
 
     def opening(self) -> Iterable[TextReply]:
         """Repeat the prompts when the caller asked for an echo without log probabilities."""

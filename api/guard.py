@@ -14,7 +14,7 @@ from .problems import problem
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\[\]@/]+)(?::\d+)?")
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _OPEN_PATHS: Final = frozenset({"/", "/health", "/metrics"})
-_METHODS: Final = "GET, HEAD, POST, OPTIONS"
+_METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
 _PREFLIGHT_SECONDS: Final = "600"
 
 

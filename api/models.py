@@ -3,7 +3,8 @@
 from quart import Response
 
 from ..actors.house import House
-from .problems import problem, reply
+from ..runtime.errors import UnknownThing
+from .problems import reply
 from .replies import ModelEntry, ModelList
 
 
@@ -13,10 +14,13 @@ def list_models(house: House) -> Response:
 
 
 def show_model(house: House, name: str) -> Response:
-    """Show the loaded model under its own name."""
+    """Show the loaded model under its own name.
+
+    Raises:
+        UnknownThing: When the name is another.
+    """
     if name != house.served.name:
-        return problem(
-            404,
+        raise UnknownThing(
             f"model {name!r} is not loaded; this server has {house.served.name!r}",
             param="model",
             code="model_not_found",

@@ -8,10 +8,12 @@ from quart import Response
 from werkzeug.exceptions import HTTPException
 
 from ..actors.request import Broken
-from ..runtime.errors import BusyError, CallerError, OwnerDied
+from ..runtime.errors import BusyError, CallerError, OwnerDied, UnknownThing
 from ..runtime.log import logger
+from .anthropic.errors import error_reply
 from .replies import ErrorBody, ErrorReply
 
+_ANTHROPIC_PATH: Final = "/v1/messages"
 _ENCODER: Final = msgspec.json.Encoder()
 _PATH: Final = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING: Final = re.compile(r"required field `(?P<field>[^`]+)`")
@@ -37,7 +39,7 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise explained(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallerError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
@@ -59,8 +61,18 @@ def problem(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """Return an error in OpenAI's shape."""
-    return reply(status, ErrorReply(error_body(status, message, param, code)), headers)
+    """Return an error, in OpenAI's shape as long as nobody asks for another."""
+    response = reply(status, ErrorReply(error_body(status, message, param, code)), headers)
+    response.problem = message  # type: ignore[attr-defined]  # for `in_words_of`
+    return response
+
+
+def in_words_of(path: str, response: Response) -> Response:
+    """Return a response to a request for a path; errors are said as that route's clients expect."""
+    message = getattr(response, "problem", None)
+    if message is not None and path.startswith(_ANTHROPIC_PATH):
+        response.set_data(_ENCODER.encode(error_reply(response.status_code, message)))
+    return response
 
 
 def error_body(
@@ -85,6 +97,8 @@ def broken_status(broken: Broken) -> int:
 def from_exception(error: Exception) -> Response:
     """Answer whatever a handler raised."""
     match error:
+        case UnknownThing():
+            return problem(404, error.message, param=error.param, code=error.code)
         case CallerError():
             return problem(400, error.message, param=error.param, code=error.code)
         case BusyError():
@@ -105,11 +119,17 @@ def from_exception(error: Exception) -> Response:
             return problem(500, "the server failed on this request", code="internal_error")
 
 
-def _explained(text: str) -> CallerError:
-    match = _PATH.match(text)
+def explained(error: msgspec.ValidationError, where: str = "") -> CallerError:
+    """Return a decoder's error as the caller's, naming the field that is wrong.
+
+    Args:
+        where: The path of what was decoded, when it is a part of a body.
+    """
+    match = _PATH.match(str(error))
     assert match is not None
     why, path = match["why"], match["path"] or ""
     if missing := _MISSING.search(why):
         path = f"{path}.{missing['field']}".lstrip(".")
-    where = f"{path}: " if path else ""
-    return CallerError(f"{where}{why}", param=path or None)
+    joint = "." if where and path and not path.startswith("[") else ""
+    path = f"{where}{joint}{path}"
+    return CallerError(f"{path}: {why}" if path else why, param=path or None)

@@ -6,7 +6,7 @@ client has gone, whatever the reason.
 
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 import trio
@@ -14,42 +14,19 @@ from quart import Response
 from quart.wrappers.response import ResponseBody
 
 from ..actors.request import Alive, Broken, Ended, Event, Finished, Piece, RequestActor
-from .problems import broken_body
-from .replies import ErrorReply
+from .shape import Shape
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
-_DONE: Final = b"data: [DONE]\n\n"
-_COMMENT: Final = b": keep-alive\n\n"
 _ENCODER: Final = msgspec.json.Encoder()
-
-
-class Formatter(Protocol):
-    """One route's way to write a stream."""
-
-    def opening(self) -> Iterable[msgspec.Struct]:
-        """Return what a stream begins with."""
-        ...
-
-    def piece(self, piece: Piece) -> Iterable[msgspec.Struct]:
-        """Return the events for new text."""
-        ...
-
-    def ended(self, ended: Ended) -> Iterable[msgspec.Struct]:
-        """Return the events for a choice that is over; its last may wait for `closing`."""
-        ...
-
-    def closing(self, finished: Finished) -> Iterable[msgspec.Struct]:
-        """Return what stands before the done mark."""
-        ...
 
 
 class EventBody(ResponseBody):
     """Relays an actor's events, as many as are ready in one write."""
 
-    def __init__(self, actor: RequestActor, formatter: Formatter) -> None:
+    def __init__(self, actor: RequestActor, shape: Shape) -> None:
         self._actor = actor
-        self._formatter = formatter
-        self._opening: Iterable[msgspec.Struct] | None = formatter.opening()
+        self._shape = shape
+        self._opening: Iterable[msgspec.Struct] | None = shape.opening()
         self._over = False
 
     async def __aenter__(self) -> "EventBody":
@@ -73,7 +50,7 @@ class EventBody(ResponseBody):
             raise StopAsyncIteration
         if self._opening is not None:
             first, self._opening = self._opening, None
-            if opening := _encoded(first):
+            if opening := self._encoded(first):
                 return opening
         return await self._next_write()
 
@@ -104,11 +81,11 @@ class EventBody(ResponseBody):
     def _format(self, event: Event) -> bytes:
         match event:
             case Piece():
-                return _encoded(self._formatter.piece(event))
+                return self._encoded(self._shape.piece(event))
             case Ended():
-                return _encoded(self._formatter.ended(event))
+                return self._encoded(self._shape.ended(event))
             case Alive():
-                return _COMMENT
+                return self._shape.alive
             case _:
                 assert_never(event)
 
@@ -116,21 +93,25 @@ class EventBody(ResponseBody):
         """Return the one terminal event: the done mark, or an error and nothing after it."""
         match self._actor.outcome:
             case Finished() as finished:
-                return _encoded(self._formatter.closing(finished)) + _DONE
+                return self._encoded(self._shape.closing(finished)) + self._shape.mark
             case Broken() as broken:
-                return _encoded([ErrorReply(broken_body(broken))])
+                return self._encoded([self._shape.failure(broken)])
             case None:
                 raise AssertionError("an actor settles before it closes its channel")
 
+    def _encoded(self, events: Iterable[msgspec.Struct]) -> bytes:
+        parts = []
+        for event in events:
+            name = getattr(event, "type", None) if self._shape.named else None
+            prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
+            parts.append(prefix + b"data: " + _ENCODER.encode(event) + b"\n\n")
+        return b"".join(parts)
 
-def stream(actor: RequestActor, formatter: Formatter, headers: dict[str, str]) -> Response:
+
+def stream(actor: RequestActor, shape: Shape, headers: dict[str, str]) -> Response:
     """Return a streamed answer."""
     return Response(
-        EventBody(actor, formatter),
+        EventBody(actor, shape),
         content_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
     )
-
-
-def _encoded(events: Iterable[msgspec.Struct]) -> bytes:
-    return b"".join(b"data: " + _ENCODER.encode(event) + b"\n\n" for event in events)

@@ -7,11 +7,11 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from ..actors.house import Served
+from ..actors.house import House, Served
 from ..actors.request import Generation
 from ..runtime.context import SEED_MASK, RowContext, Sampling, row_seed
 from ..runtime.dialect import Dialect
-from ..runtime.errors import CallerError, ContextOverflow
+from ..runtime.errors import CallerError, ContextOverflow, UnknownThing
 from ..runtime.grammar import Grammar, Source, Thinking
 from ..runtime.modes import PRIORITY_MODES, Priority
 from ..runtime.parts import Manner
@@ -286,6 +286,20 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
         return ()
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     return tuple(stop for stop in stops if stop)
+
+
+def check_model(house: House, name: str | None) -> None:
+    """Refuse another model's name, on a server that is strict about names.
+
+    Raises:
+        UnknownThing: When the loaded model is not the one asked for.
+    """
+    if house.args.strict_model and name is not None and name != house.served.name:
+        raise UnknownThing(
+            f"model {name!r} is not loaded; this server has {house.served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def refuse_unserved(body: SamplingFields) -> None:

@@ -3,6 +3,7 @@
 PacelineError
 +-- CallerError         the request is wrong; trying it again changes nothing
 |   +-- ContextOverflow the prompt does not fit the model's context window
+|   +-- UnknownThing    what the request names does not exist here
 +-- BusyError           nothing is wrong, but there is no room now; try again later
 +-- RowError            one row cannot go on; its neighbours can
 +-- SettingsError       a setting is unknown, malformed or at odds with another
@@ -50,6 +51,10 @@ class ContextOverflow(CallerError):
             param=param,
             code="context_length_exceeded",
         )
+
+
+class UnknownThing(CallerError):
+    """A request names a model or a kept answer that does not exist here."""
 
 
 class BusyError(PacelineError):

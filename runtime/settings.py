@@ -39,6 +39,9 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         str, _help("model directory or Hugging Face id; 'starter' is SmolLM2-135M-Instruct")
     ] = "starter"
     served_name: Annotated[str, _help("model name shown to clients; empty: from the model")] = ""
+    strict_model: Annotated[
+        bool, _help("refuse requests that name another model; otherwise any name is served")
+    ] = False
     host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _help("port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
     api_key: Annotated[

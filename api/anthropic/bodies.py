@@ -1,0 +1,294 @@
+"""Bodies of /v1/messages, and the chat request that each one means.
+
+Source: Anthropic API reference (Messages, version 2023-06-01).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta, Struct
+
+from ...runtime.errors import CallerError
+from ..schemas import (
+    AssistantMessage,
+    ChatRequest,
+    Content,
+    FilePart,
+    Fraction,
+    FunctionCall,
+    FunctionTool,
+    ImagePart,
+    JsonSchemaFormat,
+    Message,
+    NamedSchema,
+    NamedToolChoice,
+    PacelineFields,
+    Positive,
+    SystemMessage,
+    Temperature,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMessage,
+    ToolName,
+    UserMessage,
+)
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    """An image; a text model cannot see it."""
+
+
+class DocumentBlock(Struct, tag_field="type", tag="document"):
+    """A document; nothing here reads it."""
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    """What the model thought."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking"):
+    """A thought that cannot be read; it is left out."""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """A call the model made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
+    """What a call brought."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = (
+    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+    | ToolResultBlock
+)  # fmt: skip
+
+
+class Turn(Struct):
+    """What one side said; some clients put instructions between turns."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolSpec(Struct):
+    """The description of a callable tool."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class Choice(Struct):
+    """Which tool to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingSettings(Struct):
+    """Whether to think; how long is the model's own affair."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class FormatSpec(Struct):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputSettings(Struct):
+    """What form the answer must have, and how hard to think about it."""
+
+    effort: str | None = None
+    format: FormatSpec | None = None
+
+
+class CountRequest(Struct, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Choice | None = None
+    thinking: ThinkingSettings | None = None
+    output_config: OutputSettings | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Positive
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    seed: int | None = None  # extension
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+    paceline: PacelineFields | None = None  # extension
+
+
+# What chat_form and chat_order call a field, and what it is called here.
+FIELDS: Final = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
+# Claude Code's own note to its service, another one in each request; no word to the model.
+_NOTE: Final = "x-anthropic-billing-header:"
+
+
+def understood(body: CountRequest) -> tuple[ChatRequest, bool]:
+    """Return the chat request that a body means, and whether the answer goes on with its end.
+
+    Raises:
+        CallerError: For what cannot be served.
+    """
+    messages = [*_system(body.system), *_messages(body.messages)]
+    chat = ChatRequest(
+        messages=messages,
+        tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or [])] or None,
+        tool_choice=_choice(body.tool_choice),
+        chat_template_kwargs={"enable_thinking": _thinks(body.thinking)},
+    )
+    if body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use:
+        chat.parallel_tool_calls = False
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = body.output_config.format.schema
+        chat.response_format = JsonSchemaFormat(NamedSchema("answer", schema))
+    if isinstance(body, MessagesRequest):
+        _take_sampling(chat, body)
+    last = messages[-1]
+    return chat, isinstance(last, AssistantMessage) and not last.tool_calls
+
+
+def _take_sampling(chat: ChatRequest, body: MessagesRequest) -> None:
+    for name in ("mcp_servers", "container"):
+        if getattr(body, name):
+            raise CallerError(f"{name} is not served; see docs/api.md", param=name)
+    for name in ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "seed"):
+        setattr(chat, name, getattr(body, name))
+    chat.stop, chat.paceline = body.stop_sequences, body.paceline
+
+
+def _thinks(thinking: ThinkingSettings | None) -> bool:
+    return thinking is not None and thinking.type != "disabled"
+
+
+def _tool(spec: ToolSpec, where: str) -> Tool:
+    if spec.input_schema is None and spec.type not in (None, "custom"):
+        raise CallerError(
+            f"{where}.type: {spec.type!r} tools are not served; only custom ones are",
+            param=f"{where}.type",
+        )
+    return Tool(FunctionTool(spec.name, spec.description, spec.input_schema, spec.strict))
+
+
+def _choice(choice: Choice | None) -> ToolChoice | None:
+    match choice:
+        case None:
+            return None
+        case Choice("tool", None):
+            raise CallerError("tool_choice.name: missing", param="tool_choice.name")
+        case Choice("tool", str() as name):
+            return NamedToolChoice(ToolName(name))
+        case Choice("any"):
+            return "required"
+        case Choice("none"):
+            return "none"
+        case _:
+            return "auto"
+
+
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
+    if system is None:
+        return []
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    kept = [text for text in texts if text and not text.startswith(_NOTE)]
+    return [SystemMessage("\n\n".join(kept))] if kept else []
+
+
+def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
+    """Give each turn as the messages it means: results of tools stand before what is said."""
+    for at, turn in enumerate(turns):
+        where = f"messages[{at}]"
+        if isinstance(turn.content, str):
+            blocks: list[Block] = [TextBlock(turn.content)]
+        else:
+            blocks = turn.content
+        match turn.role:
+            case "system":
+                yield SystemMessage(_said(blocks))
+            case "assistant":
+                yield _assistant(blocks, where)
+            case "user":
+                results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+                yield from map(_result, results)
+                if len(results) < len(blocks) or not blocks:
+                    yield UserMessage(_said(blocks))
+
+
+def _assistant(blocks: Sequence[Block], where: str) -> AssistantMessage:
+    calls, thoughts = [], []
+    for at, block in enumerate(blocks):
+        match block:
+            case ToolUseBlock(id, name, input):
+                calls.append(ToolCall(id, FunctionCall(name, json.dumps(input))))
+            case ThinkingBlock(thinking):
+                thoughts.append(thinking)
+            case ToolResultBlock():
+                param = f"{where}.content[{at}]"
+                raise CallerError(f"{param}: results of tools are the user's", param=param)
+    return AssistantMessage(
+        _said(blocks), tool_calls=calls or None, reasoning_content="".join(thoughts) or None
+    )
+
+
+def _result(block: ToolResultBlock) -> ToolMessage:
+    blocks = block.content or []
+    said = [TextBlock(blocks)] if isinstance(blocks, str) else blocks
+    content = _said([TextBlock("Error:"), *said] if block.is_error else said)
+    return ToolMessage(content, block.tool_use_id)
+
+
+def _said(blocks: Sequence[Block]) -> Content:
+    """Return text blocks as chat has them; images and documents are refused there."""
+    parts: list[Any] = []
+    for block in blocks:
+        match block:
+            case TextBlock(text):
+                parts.append(TextPart(text))
+            case ImageBlock():
+                parts.append(ImagePart())
+            case DocumentBlock():
+                parts.append(FilePart())
+    if all(isinstance(part, TextPart) for part in parts):
+        return "\n".join(part.text for part in parts)
+    return parts

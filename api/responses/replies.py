@@ -1,0 +1,231 @@
+"""Answers of /v1/responses as structs, and the events of a streamed one, in their order.
+
+Source: OpenAI API description 2.3 (responses, streaming events).
+"""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from ..replies import ChatLogprob, Paceline
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextContent(Struct, tag_field="type", tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class ThoughtContent(Struct, tag_field="type", tag="reasoning_text"):
+    """Text of a thought."""
+
+    text: str
+
+
+class MessageOut(Struct, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: Status
+    content: list[TextContent]
+    role: Literal["assistant"] = "assistant"
+
+
+class CallOut(Struct, tag_field="type", tag="function_call"):
+    """A call the model makes; arguments are JSON text."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+class ThoughtOut(Struct, tag_field="type", tag="reasoning"):
+    """What the model thinks."""
+
+    id: str
+    status: Status
+    content: list[ThoughtContent]
+    summary: list[Any] = []
+
+
+OutItem = MessageOut | CallOut | ThoughtOut
+
+
+class InputDetails(Struct):
+    """Where input tokens came from."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct):
+    """What output tokens were."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens_details: OutputDetails
+
+
+class Incomplete(Struct):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class Failure(Struct):
+    """Why a response failed."""
+
+    message: str
+    code: Literal["server_error"] = "server_error"
+
+
+class ResponseReply(Struct, kw_only=True):
+    """A response, at whatever point it is."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[OutItem] = field(default_factory=list)
+    object: Literal["response"] = "response"
+    error: Failure | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    store: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    paceline: Paceline | UnsetType = UNSET
+
+
+class Deleted(Struct):
+    """The answer to a DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ResponseEvent(Struct):
+    """The response itself begins, goes on, or is over."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseReply
+
+
+class ItemEvent(Struct):
+    """An item of the output begins or is over."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: OutItem
+
+
+class PartEvent(Struct):
+    """A part of an item begins or is over."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    part: TextContent | ThoughtContent
+    content_index: int = 0
+
+
+class TextDelta(Struct):
+    """New text."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+    logprobs: list[ChatLogprob]
+    content_index: int = 0
+    type: Literal["response.output_text.delta"] = "response.output_text.delta"
+
+
+class TextDone(Struct):
+    """All text of a part."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    text: str
+    logprobs: list[ChatLogprob]
+    content_index: int = 0
+    type: Literal["response.output_text.done"] = "response.output_text.done"
+
+
+class ThoughtDelta(Struct):
+    """New text of a thought."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+    content_index: int = 0
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+
+
+class ThoughtDone(Struct):
+    """All text of a thought."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    text: str
+    content_index: int = 0
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+
+
+class ArgumentsDelta(Struct):
+    """New text of a call's arguments."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+    type: Literal["response.function_call_arguments.delta"] = (
+        "response.function_call_arguments.delta"
+    )
+
+
+class ArgumentsDone(Struct):
+    """All text of a call's arguments."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"

@@ -1,0 +1,87 @@
+"""How a route writes an answer: the one thing that differs between the dialects of HTTP clients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+from ..actors.house import House
+from ..actors.request import Broken, Ended, Finished, Piece
+from ..runtime.context import TokenLogprob
+from .problems import broken_body
+from .replies import ErrorReply
+from .translate import Order
+
+
+class Collected(msgspec.Struct):
+    """One choice of an unstreamed answer.
+
+    Args:
+        calls: Id, name and arguments of each call.
+    """
+
+    text: str = ""
+    thought: str = ""
+    calls: list[list[str]] = []
+    finish: str = ""
+    stop: str | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
+
+    def take(self, piece: Piece) -> None:
+        """Add what a row gained."""
+        self.text += piece.text
+        self.thought += piece.thought
+        for call in piece.calls:
+            if call.id is not None:
+                self.calls.append([call.id, call.name or "", ""])
+            self.calls[call.index][2] += call.arguments
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs
+
+    @property
+    def likelihood(self) -> float:
+        """Its mean log probability a token."""
+        scores = [entry.logprob or 0.0 for entry in self.logprobs]
+        return sum(scores) / max(1, len(scores))
+
+
+class Shape(ABC):
+    """One request's answer in its route's own words, streamed or whole.
+
+    `named` events carry their type as the event's name; `mark` stands behind a good end, and
+    `alive` is what an idle stream says.
+    """
+
+    named: ClassVar[bool] = False
+    mark: ClassVar[bytes] = b"data: [DONE]\n\n"
+    alive: ClassVar[bytes] = b": keep-alive\n\n"
+
+    def __init__(self, house: House, order: Order) -> None:
+        self._house = house
+        self._order = order
+
+    @abstractmethod
+    def whole(self, choices: list[Collected], finished: Finished) -> msgspec.Struct:
+        """Return the body of a whole answer."""
+
+    @abstractmethod
+    def opening(self) -> Iterable[msgspec.Struct]:
+        """Return what a stream begins with."""
+
+    @abstractmethod
+    def piece(self, piece: Piece) -> Iterable[msgspec.Struct]:
+        """Return the events for what a row gained."""
+
+    @abstractmethod
+    def ended(self, ended: Ended) -> Iterable[msgspec.Struct]:
+        """Return the events for a choice that is over; its last may wait for `closing`."""
+
+    @abstractmethod
+    def closing(self, finished: Finished) -> Iterable[msgspec.Struct]:
+        """Return what stands before the mark."""
+
+    def failure(self, broken: Broken) -> msgspec.Struct:
+        """Return the error that ends an answer, streamed or whole."""
+        return ErrorReply(broken_body(broken))
