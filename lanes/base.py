@@ -186,7 +186,9 @@ class Row:
         Raises:
             RowError: When the grammar has become too costly to follow.
         """
-        return self.form.allowed(ahead) if self.form is not None else None
+        if self.form is None:
+            return None
+        return self.form.allowed(ahead, self.left - len(ahead))
 
     def commit(self, token: int) -> None:
         """Append a chosen token.

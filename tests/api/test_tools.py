@@ -257,7 +257,8 @@ async def test_a_strict_tool_binds_a_free_call(
         _, body = await ask(client, tools=[strict], max_tokens=80)
     message = body["choices"][0]["message"]
     assert message["content"].startswith("so ")
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"n": 9}
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+    assert isinstance(arguments["n"], int)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Grammars: what may come next, looking ahead over drafts, and who is told what is wrong."""
 
+import json
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -168,3 +171,73 @@ def test_a_model_that_may_think_may_begin_a_thought_or_answer(text: Text) -> Non
     assert opens not in _may(follower, [brace])
     follower.take(brace)
     assert opens not in _may(follower)
+
+
+LOOPS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "minLength": 3},
+        "b": {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+        "c": {"type": "object"},
+        "d": {"type": "string", "format": "date"},
+    },
+    "required": ["a", "b", "c", "d"],
+}
+
+
+TREE = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("schema", [LOOPS, TREE, {"type": "object"}, {"type": "array"}])
+@pytest.mark.parametrize("wanders", [0, 7, 60])
+def test_an_answer_is_whole_within_its_budget(text: Text, schema: Any, wanders: int) -> None:
+    """Whatever it does first, an answer ends as JSON before its budget cuts it."""
+    follower = _follow(text, grammar.json_schema(schema, "s"))
+    rng, budget = random.Random(wanders), 120
+    said: list[int] = []
+    while len(said) < budget:
+        may = sorted(follower.allowed((), budget - len(said)))  # type: ignore[arg-type]
+        inside = [token for token in may if token not in text.end_ids]
+        token = int(rng.choice(inside or may) if len(said) < wanders else may[-1])
+        said.append(token)
+        if token in text.end_ids:
+            break
+        follower.take(token)
+    assert said[-1] in text.end_ids
+    found = json.loads(text.decode(said[:-1]))
+    assert set(schema.get("required", ())) <= set(found)
+
+
+def test_looking_ahead_knows_the_budget(text: Text) -> None:
+    """What drafts would allow near the end is what comes when they are committed."""
+    follower, twin = (_follow(text, grammar.json_schema(LOOPS, "s")) for _ in range(2))
+    for left in range(90, 0, -1):
+        may = follower.allowed((), left)
+        assert may is not None
+        token = int(may[len(may) // 2])
+        if token in text.end_ids:
+            return
+        twin.allowed((), left)
+        ahead = twin.allowed([token], left - 1)
+        follower.take(token)
+        twin.take(token)
+        assert list(ahead) == list(follower.allowed((), left - 1))  # type: ignore[arg-type]
+
+
+def test_objects_keep_to_the_properties_they_list(text: Text) -> None:
+    """A model cannot make up properties, unless the schema says that it may."""
+    listed = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
+    assert grammar.closed(listed) == {**listed, "additionalProperties": False}
+    open_one = {**listed, "additionalProperties": True}
+    assert grammar.closed(open_one) == open_one
+    nested = grammar.closed({"type": "array", "items": listed})
+    assert nested["items"]["additionalProperties"] is False
+    named = {"type": "object", "properties": {"properties": {"type": "object"}}}
+    assert grammar.closed(named) == {**named, "additionalProperties": False}
+    for whole in ({"allOf": [listed]}, {**listed, "anyOf": [{}]}, {**listed, "$ref": "#"}):
+        assert grammar.closed(whole) == whole
