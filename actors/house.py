@@ -82,6 +82,7 @@ class House:
 
         Raises:
             BusyError: When the queue is full or the server is shutting down.
+            CallerError: When its rows never will fit.
             OwnerDied: When there is no model any more.
         """
         if self.draining:

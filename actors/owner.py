@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from ..runtime.context import RowContext
-from ..runtime.errors import BusyError, ModelError, OwnerDied
+from ..runtime.errors import BusyError, CallerError, ModelError, OwnerDied
 from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
@@ -98,6 +98,7 @@ class ModelOwner:
 
         Raises:
             BusyError: When there is no room for all of them; then none is queued.
+            CallerError: When there never will be.
             OwnerDied: When there is no model any more.
         """
         self._check_room(len(contexts))
@@ -134,6 +135,12 @@ class ModelOwner:
     def _check_room(self, rows: int) -> None:
         if self.dead:
             raise OwnerDied("the model owner is gone")
+        if rows > self._room:
+            raise CallerError(
+                f"a request of {rows} rows can never fit: this server holds {self._room} "
+                "(max_queue and what runs); ask for fewer choices or prompts",
+                param="n",
+            )
         if len(self._open) + rows > self._room:
             waiting = len(self._open) - self._places
             raise BusyError(

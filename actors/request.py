@@ -128,6 +128,7 @@ class RequestActor:
 
     Raises:
         BusyError: On creation, when the queue has no room for all its rows.
+        CallerError: When its rows never will fit.
         OwnerDied: On creation, when there is no model any more.
     """
 

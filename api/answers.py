@@ -45,6 +45,7 @@ async def answer(house: House, order: Order, route: str, shape: Shape) -> Respon
 
     Raises:
         BusyError: When there is no room for it.
+        CallerError: When its rows never will fit.
         OwnerDied: When there is no model any more.
     """
     _log_request(house, order, route)

@@ -9,12 +9,14 @@ from quart import Request, Response, request
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
+from .. import __version__
 from ..actors.house import House
 from .anthropic.route import count_tokens, create_message
 from .chat import chat_completions
 from .completions import completions
 from .guard import Guard
 from .models import list_models, show_model
+from .openapi import openapi
 from .problems import from_exception, in_words_of, reply
 from .responses.route import create_response, delete_response, show_response
 from .responses.store import ResponseStore
@@ -121,6 +123,10 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     @app.post("/v1/detokenize")
     async def text() -> Response:
         return await detokenize(house, await _body())
+
+    @app.get("/openapi.json")
+    async def described() -> Response:
+        return reply(200, openapi(house, __version__))
 
     @app.get("/health")
     async def health() -> Response:

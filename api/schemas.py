@@ -177,11 +177,15 @@ class NamedSchema(Struct):
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """Any text."""
+    """Any text; a schema beside it is not looked at."""
+
+    json_schema: NamedSchema | None = None
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object; a schema beside it is not looked at."""
+
+    json_schema: NamedSchema | None = None
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):

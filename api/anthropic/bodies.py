@@ -134,7 +134,7 @@ class CountRequest(Struct, kw_only=True):
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingSettings | None = None
@@ -227,10 +227,14 @@ def _choice(choice: Choice | None) -> ToolChoice | None:
             return "auto"
 
 
-def _system(system: str | list[TextBlock] | None) -> list[Message]:
-    if system is None:
-        return []
-    texts = [system] if isinstance(system, str) else [block.text for block in system]
+def _system(system: str | Sequence[Block] | None) -> list[Message]:
+    blocks = [TextBlock(system)] if isinstance(system, str) else system or []
+    texts = []
+    for at, block in enumerate(blocks):
+        if not isinstance(block, TextBlock):
+            param = f"system[{at}]"
+            raise CallerError(f"{param}: a text model cannot take images", param=param)
+        texts.append(block.text)
     kept = [text for text in texts if text and not text.startswith(_NOTE)]
     return [SystemMessage("\n\n".join(kept))] if kept else []
 

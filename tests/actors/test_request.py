@@ -7,7 +7,7 @@ from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stan
 
 from paceline.actors.request import Broken, Ended, Finished, Generation, Piece, RequestActor
 from paceline.lanes.base import Row
-from paceline.runtime.errors import BusyError, OwnerDied
+from paceline.runtime.errors import BusyError, CallerError, OwnerDied
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
 
@@ -169,6 +169,8 @@ async def test_a_full_queue_refuses_at_once(autojump_clock: trio.testing.MockClo
         with pytest.raises(BusyError) as refused:
             place.house.start(Generation("c", (row_context(1, 1),)))
         assert refused.value.retry_after_s >= 1
+        with pytest.raises(CallerError, match="3 rows can never fit: this server holds 2"):
+            place.house.start(Generation("e", (row_context(1, 1),) * 3))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_read, running)
             nursery.start_soon(_read, waiting)
