@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import trio.testing
 from tests.api.conftest import Serving, read_stream
-from tests.fakes import END, WORD_BASE
+from tests.fakes import END, WORD_BASE, row_context
 
+from paceline.actors.request import Generation
 from paceline.lanes.base import Row
 
 _HELLO = [{"role": "user", "content": "hello"}]
@@ -195,12 +196,15 @@ async def test_a_prompt_over_the_window_is_refused_with_the_numbers(
 async def test_a_full_queue_is_a_503_with_retry_after(
     serving: Serving, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """More rows than places and queue together are refused at once."""
-    async with serving(max_queue=1) as (client, _):
-        answer = await _post(client, {"messages": _HELLO, "n": 3})
+    """Rows beyond places and queue are refused at once; more than both hold is a bad request."""
+    async with serving(max_queue=1) as (client, place):
+        place.house.start(Generation("a", (row_context(1, 500),)))
+        answer = await _post(client, {"messages": _HELLO, "n": 2})
         assert int(answer.headers["Retry-After"]) >= 1
         assert (await answer.get_json())["error"]["code"] == "overloaded"
-    assert answer.status_code == 503
+        never = await _post(client, {"messages": _HELLO, "n": 3})
+        assert (await never.get_json())["error"]["param"] == "n"
+    assert (answer.status_code, never.status_code) == (503, 400)
 
 
 async def test_ignore_eos_runs_to_the_budget(
