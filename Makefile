@@ -15,13 +15,17 @@ endif
 comma := ,
 DEV   := dev$(if $(EXTRAS),$(comma)$(EXTRAS))
 
-.PHONY: serve test check bench clean
+.PHONY: serve test test-clients check bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/paceline serve $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest $(ARGS)
+
+# Real clients from their own registries (needs npm as well); each lands in .clients/
+test-clients: $(VENV)/.dev
+	$(BIN)/python -m tests.clients $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -33,7 +37,7 @@ bench: $(VENV)/.dev
 	$(BIN)/paceline bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info
+	rm -rf $(VENV) .clients build src/*.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
