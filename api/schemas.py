@@ -170,7 +170,7 @@ class StreamOptions(Struct):
 class NamedSchema(Struct):
     """A JSON schema with a name; it is enforced, strict or not."""
 
-    name: str = ""
+    name: str
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None

@@ -141,7 +141,7 @@ class JsonObjectSpec(Struct, tag_field="type", tag="json_object"):
 class JsonSchemaSpec(Struct, tag_field="type", tag="json_schema"):
     """JSON that a schema describes."""
 
-    name: str = ""
+    name: str
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -226,6 +226,8 @@ def understood(body: ResponsesRequest, history: Sequence[Message]) -> Asked:
     for name in ("background", "conversation", "prompt"):
         if getattr(body, name):
             raise CallerError(f"{name} is not served; see docs/api.md", param=name)
+    if body.n not in (None, 1):
+        raise CallerError("n: a response is one answer", param="n")
     if body.truncation not in (None, "disabled"):
         raise CallerError("truncation: only 'disabled' is served", param="truncation")
     said = _messages(body.input)

@@ -24,7 +24,7 @@ _LOOK = {
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
 }
 
-_BAD_FORMAT = {"type": "json_schema", "schema": {"not": {}}}
+_BAD_FORMAT = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
 
 
 async def ask(client: Any, **fields: Any) -> Any:
@@ -212,6 +212,7 @@ async def test_a_call_can_be_enforced_and_a_format_kept(
         ({"tools": [{"type": "computer"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"background": True}, "background"),
+        ({"n": 2}, "n"),
         ({"truncation": "auto"}, "truncation"),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
