@@ -215,7 +215,7 @@ async def test_a_call_can_be_enforced_and_a_format_kept(
         ({"n": 2}, "n"),
         ({"truncation": "auto"}, "truncation"),
         (
-            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            {"text": {"format": _BAD_FORMAT}},
             "text.format.schema",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens"),

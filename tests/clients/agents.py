@@ -131,7 +131,7 @@ def _cline(installed: Installed, place: Place) -> Start:
     script = (
         f"'{program}' auth -p openai-compatible -k any -m m -b '{url}' && "
         f"'{program}' -P openai-compatible -m m --json -t 600 '{TASK}'; end=$?; "
-        f"pkill -f '{installed.folder}.*--cline-hub-daemon'; exit $end"
+        f"pkill -f '{installed.folder}.*[-]-cline-hub-daemon'; exit $end"
     )
     return Start(["sh", "-c", script])
 

@@ -13,7 +13,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-_WORDS = 24  # tokens of an answer that is only talk
+_TALK = "That is all there is to it."  # an answer that is no call ends by itself
+_WORDS = 24  # tokens of one where no form can be asked for
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 _TIMEOUT = 900
 
@@ -110,12 +111,19 @@ def narrowed(path: str, body: Any, wanted: Wanted | None) -> tuple[Any, bool]:
     kind = next((k for end, k in kinds.items() if path.split("?")[0].endswith(end)), None)
     forced = kind is not None and wanted is not None and kind(body, wanted)
     if kind is not None and not forced:
-        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        given = [name for name in names if isinstance(body.get(name), int)]
-        default = "max_output_tokens" if kind is _responses else "max_tokens"
-        for name in given or [default]:
-            body[name] = min(_WORDS, body.get(name, _WORDS))
+        _shorten(body, kind is _messages)
     return body, forced
+
+
+def _shorten(body: dict[str, Any], anthropic: bool) -> None:
+    """Let an answer be talk, and short: some agents give up on one that its budget cut."""
+    if body.get("tools"):
+        body["tool_choice"] = {"type": "none"} if anthropic else "none"
+    if anthropic:
+        body["max_tokens"] = min(_WORDS, body.get("max_tokens", _WORDS))
+    else:
+        body["guided_choice"] = [_TALK]
+        body.pop("response_format", None)
 
 
 def _chat(body: dict[str, Any], wanted: Wanted) -> bool:
