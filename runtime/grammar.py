@@ -290,9 +290,9 @@ def json_schema(schema: Any, param: str, *, lenient: bool = False) -> Source:
         CallerError: When it is no schema.
     """
     check_schema(schema, param)
-    style: Any = {**_JSON_STYLE, "lenient": lenient}
     try:
-        return Source(LLMatcher.grammar_from_json_schema(closed(schema), overrides=style), param)
+        text = LLMatcher.grammar_from_json_schema(closed(schema), overrides=_style(lenient))
+        return Source(text, param)
     except ValueError as error:
         raise CallerError(f"{param}: {_one_line(str(error))}", param=param) from None
 
@@ -373,8 +373,11 @@ def lark(grammar: str) -> str:
 
 def embedded(schema: Any, *, lenient: bool) -> str:
     """Return a schema as it stands inside a Lark grammar, in the same style as `json_schema`."""
-    style = {**_JSON_STYLE, "lenient": lenient}
-    return "%json " + json.dumps({**closed(schema), "x-guidance": style})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": _style(lenient)})
+
+
+def _style(lenient: bool) -> Any:
+    return {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
 
 
 def _why(matcher: LLMatcher) -> str:

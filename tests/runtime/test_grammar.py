@@ -141,8 +141,15 @@ def test_a_schema_that_is_no_object_is_refused() -> None:
 
 def test_lenient_leaves_out_what_it_cannot_enforce(text: Text) -> None:
     """Tools that are not strict may carry keywords that nothing enforces."""
-    source = grammar.json_schema({"type": "array", "uniqueItems": True}, "tools", lenient=True)
-    follower = _follow(text, source)
+    odd = {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "contains": {"type": "string", "format": "who-knows"},
+    }
+    with pytest.raises(CallerError):
+        text.grammars.compile(grammar.json_schema(odd, "tools"))
+    follower = _follow(text, grammar.json_schema(odd, "tools", lenient=True))
     assert _may(follower, _spell(text, "[1, 1]"))
 
 
