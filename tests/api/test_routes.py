@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import jsonschema
 import pytest
 import trio
 import trio.testing
 from tests.api.conftest import Serving
 from tests.fakes import READ_S, STEP_S, Nature
+
+from paceline.api.anthropic.bodies import MessagesRequest
+from paceline.api.responses.bodies import ResponsesRequest
+from paceline.api.schemas import ChatRequest, CompletionRequest
 
 _LOCAL = {"Host": "localhost:8000"}
 
@@ -284,3 +289,71 @@ async def test_odd_paths_get_json_errors(
         if status >= 400:
             assert set((await answer.get_json())["error"]) == {"message", "type", "param", "code"}
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_any_model_is_served_unless_names_are_strict(
+    serving: Serving, autojump_clock: trio.testing.MockClock, path: str, body: dict[str, Any]
+) -> None:
+    """A foreign name is served by the loaded model; with strict_model it is a 404 that says so."""
+    async with serving(default_max_tokens=3) as (client, _):
+        for name in ("gpt-5", "fake", None):
+            answer = await _post(client, path, {**body, "model": name})
+            assert answer.status_code == 200
+            assert (await answer.get_json()).get("model", "fake") == "fake"
+    async with serving(default_max_tokens=3, strict_model=True) as (client, _):
+        for name in ("fake", None):
+            assert (await _post(client, path, {**body, "model": name})).status_code == 200
+        refused = await _post(client, path, {**body, "model": "gpt-5"})
+        error = (await refused.get_json())["error"]
+        assert refused.status_code == 404
+        assert "'gpt-5' is not loaded" in error["message"]
+        assert error.get("code", "model_not_found") == "model_not_found"
+
+
+async def test_null_is_the_same_as_nothing(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Every optional field of every body may be null."""
+    bodies: dict[str, tuple[Any, dict[str, Any]]] = {
+        "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+        "/v1/completions": (CompletionRequest, {}),
+        "/v1/responses": (ResponsesRequest, {"input": "a"}),
+        "/v1/messages": (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        ),
+    }
+    async with serving(default_max_tokens=2) as (client, _):
+        for path, (kind, needed) in bodies.items():
+            nulls = dict.fromkeys(kind.__struct_fields__)
+            assert (await _post(client, path, {**nulls, **needed})).status_code == 200
+
+
+async def test_the_api_describes_itself(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The document names every route with a body that its own schema takes, and resolves."""
+    async with serving() as (client, _):
+        document = await (await client.get("/openapi.json", headers=_LOCAL)).get_json()
+    assert document["openapi"].startswith("3.1")
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= set(document["paths"])
+    schemas = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            content = operation["responses"]["200"]["content"]["application/json"]
+            assert content["schema"]["$ref"].rpartition("/")[2] in schemas, path
+    whole = {**schemas["ChatRequest"], "components": document["components"]}
+    validator = jsonschema.Draft202012Validator(whole)
+    assert validator.is_valid({"messages": [{"role": "user", "content": "a"}]})
+    assert not validator.is_valid({"messages": [{"role": "boss", "content": "a"}]})
+    assert not validator.is_valid({"messages": [{"role": "user", "content": "a"}], "min_tokens": 3})

@@ -211,3 +211,83 @@ def test_legacy_completions(client: openai.OpenAI) -> None:
     assert [scored.text[at] for at in scored.logprobs.text_offset] == [
         token[0] for token in scored.logprobs.tokens or []
     ]
+
+
+_WEATHER: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def test_a_forced_call_is_valid_and_its_result_is_answered(client: openai.OpenAI) -> None:
+    """The starter model, which calls nothing of its own accord, calls what it must, in a stream."""
+    with client.chat.completions.stream(
+        model="any",
+        messages=_SEA,
+        tools=_WEATHER,
+        tool_choice="required",
+        max_tokens=80,
+        temperature=1.0,
+        seed=3,
+    ) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert isinstance(arguments["city"], str)
+    assert set(arguments) <= {"city", "days"}
+    history = [
+        *_SEA,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    assert _ask(client, history, tools=_WEATHER).choices[0].message.content
+
+
+def test_a_schema_is_kept_at_any_budget(client: openai.OpenAI) -> None:
+    """Eight seeds side by side: all are JSON of the schema, however short their budget."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "tags": {"type": "array", "minItems": 1}},
+        "required": ["name", "tags"],
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    def one(seed: int) -> Any:
+        return _ask(client, seed=seed, temperature=1.2, max_tokens=48, response_format=form)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(8)))
+    for answer in answers:
+        found = json.loads(answer.choices[0].message.content)
+        assert set(found) == {"name", "tags"}
+        assert answer.choices[0].finish_reason == "stop"
+    assert _ask(client, seed=0, temperature=1.2, max_tokens=48, response_format=form).choices == [
+        answers[0].choices[0]
+    ]
+
+
+def test_responses_go_on_by_their_ids(client: openai.OpenAI) -> None:
+    """The Responses helper accepts our events, and a kept answer is remembered."""
+    schema = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    with client.responses.stream(model="any", input="Is it good?", text=form) as stream:
+        first = stream.get_final_response()
+    assert isinstance(json.loads(first.output_text)["good"], bool)
+    second = client.responses.create(
+        model="any", input="And now?", previous_response_id=first.id, max_output_tokens=4
+    )
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
