@@ -5,7 +5,6 @@ reader over a bounded channel. Nothing but cancellation may leave its task: what
 becomes this request's error.
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Literal
@@ -13,17 +12,16 @@ from typing import Any, Final, Literal
 import msgspec
 import trio
 
-from ..runtime.context import RowContext, TokenLogprob
+from ..runtime.context import RowContext
 from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
-from ..runtime.parts import Call, Content, Manner, Part, Splitter, Thought
-from ..runtime.stops import StopMatcher
-from ..runtime.text import Detokenizer, Text
-from .messages import Admitted, Failed, Finish, Lease, Tokens
+from ..runtime.parts import Manner
+from ..runtime.text import Text
+from .messages import Admitted, Failed, Lease, Tokens
 from .owner import ModelOwner
+from .speech import CREDITS, Ended, Piece, Speech
 
-CREDITS: Final = 32  # tokens a row may be ahead of its reader
 PIECES: Final = 16  # pieces a row may have waiting for its reader
 
 
@@ -42,38 +40,6 @@ class Generation(msgspec.Struct, frozen=True):
     stops: tuple[str, ...] = ()
     manner: Manner = Manner()
     priority: Priority = Priority.NORMAL
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """What a row gained: thought before content before calls.
-
-    Args:
-        logprobs: Of the tokens that the content is made of.
-    """
-
-    index: int
-    text: str = ""
-    thought: str = ""
-    calls: tuple[Call, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        """Whether it says nothing."""
-        return self == Piece(self.index)
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """A row is over.
-
-    Args:
-        stop: The stop string that ended it.
-    """
-
-    index: int
-    finish: Finish | Literal["tool_calls"]
-    stop: str | None = None
 
 
 class Alive(msgspec.Struct, frozen=True):
@@ -151,7 +117,10 @@ class RequestActor:
         self._received_at = clock()
         self._scope = trio.CancelScope(deadline=self._received_at + deadline_s)
         self._reason: Origin | None = None
-        self._rows = [_RowText(i, text, generation) for i in range(len(generation.rows))]
+        self._rows = [
+            Speech(i, text, generation.manner, generation.stops)
+            for i in range(len(generation.rows))
+        ]
         self._lanes: set[str] = set()
         self._widths: set[int] = set()
         self._cached: dict[int, int] = {}  # of each row, prompt tokens from the prefix bank
@@ -219,7 +188,7 @@ class RequestActor:
             await self._take(message, self._rows[index[message.lease]])
         self._settle(Finished(self._receipt()))
 
-    async def _take(self, message: Admitted | Tokens, row: "_RowText") -> None:
+    async def _take(self, message: Admitted | Tokens, row: Speech) -> None:
         match message:
             case Admitted(lease, queue_wait_s):
                 self._queue_wait_s = max(self._queue_wait_s or 0.0, queue_wait_s)
@@ -229,7 +198,7 @@ class RequestActor:
             case Tokens():
                 await self._take_tokens(message, row)
 
-    async def _take_tokens(self, message: Tokens, row: "_RowText") -> None:
+    async def _take_tokens(self, message: Tokens, row: Speech) -> None:
         if row.ended:
             return
         self._lanes.add(message.lane)
@@ -307,159 +276,6 @@ class RequestActor:
             case Broken(code, message):
                 self._meter.saw_end("failed")
                 self._log.warning("request.failed", **fields, code=code, error=message)
-
-
-class _RowText:
-    """The text side of one row: detokenizer, splitter, stop strings, and the tokens behind it."""
-
-    def __init__(self, index: int, text: Text, generation: Generation) -> None:
-        manner = generation.manner
-        marks = text.marks_of(manner.dialect) if manner.marked else frozenset[int]()
-        self.index = index
-        self._most_calls = manner.most_calls
-        self._detokenizer = Detokenizer(text, marks)
-        self._splitter = Splitter(manner)
-        self._matcher = StopMatcher(generation.stops)
-        self._entries = _Entries()
-        self._pushed = 0  # characters of the whole text so far
-        self._taken = 0  # tokens passed on since the last grant
-        self.tokens = 0
-        self.thought_tokens = 0
-        self.ended: Ended | None = None
-
-    def take(self, message: Tokens) -> list[Event]:
-        """Return what to pass on for a row's new tokens."""
-        events: list[Event] = []
-        if message.prompt_logprobs:
-            events.append(Piece(self.index, prompt_logprobs=message.prompt_logprobs))
-        for at, token in enumerate(message.tokens):
-            self.tokens += 1
-            self.thought_tokens += self._splitter.thinking
-            is_end = message.finish == "stop" and at == len(message.tokens) - 1
-            if message.logprobs and not is_end:
-                self._entries.add(self._pushed, message.logprobs[at])
-            added = "" if is_end else self._detokenizer.push(token)
-            self._pushed += len(added)
-            events += self._pieces(self._splitter.push(added))
-            if (finish := self._finish(None)) is not None:
-                return [*_joined(events), self._end(finish)]
-        if message.finish is None:
-            return _joined(events)
-        events += self._pieces(self._splitter.finish())
-        finish = self._finish(message.finish)
-        assert finish is not None
-        if self._matcher.matched is None:
-            rest = self._matcher.flush()
-            events.append(Piece(self.index, rest, logprobs=self._entries.rest(self._pushed)))
-        return [*_joined(events), self._end(finish)]
-
-    def credit(self, tokens: int) -> int:
-        """Note tokens that were passed on; return how many to grant now, a few at a time."""
-        self._taken += tokens
-        if self._taken < CREDITS // 4:
-            return 0
-        granted, self._taken = self._taken, 0
-        return granted
-
-    def _finish(self, finish: Finish | None) -> Finish | Literal["tool_calls"] | None:
-        """Return how the row ended, if it has."""
-        if self._matcher.matched is not None:
-            return "stop"
-        enough = self._most_calls is not None and self._splitter.calls >= self._most_calls
-        if enough or (finish == "stop" and self._splitter.calls):
-            return "tool_calls"
-        return finish
-
-    def _end(self, finish: Finish | Literal["tool_calls"]) -> Ended:
-        self.ended = Ended(self.index, finish, self._matcher.matched)
-        return self.ended
-
-    def _pieces(self, parts: list[Part]) -> list[Event]:
-        """Return parts as pieces; content passes the stop strings first."""
-        pieces: list[Event] = []
-        for part in parts:
-            match part:
-                case Thought(text):
-                    pieces.append(Piece(self.index, thought=text))
-                case Call():
-                    pieces += self._said(self._matcher.flush())
-                    pieces.append(Piece(self.index, calls=(part,)))
-                case Content(text, start):
-                    self._entries.say(start, len(text))
-                    pieces += self._said(self._matcher.push(text))
-            if self._matcher.matched is not None:
-                break
-        return pieces
-
-    def _said(self, shown: str) -> list[Event]:
-        entries = self._entries.until(self._matcher.emitted)
-        return [Piece(self.index, shown, logprobs=entries)] if shown or entries else []
-
-
-class _Entries:
-    """Log probabilities that wait until the text of their tokens is shown as content."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # where in the whole text
-        self._placed: deque[tuple[int, TokenLogprob]] = deque()  # where in the content
-        self._said = 0
-        self._end = 0  # of the content, in the whole text
-
-    def add(self, at: int, entry: TokenLogprob) -> None:
-        """Take a token's entry; its text begins `at` characters into the whole."""
-        self._waiting.append((at, entry))
-
-    def say(self, start: int, length: int) -> None:
-        """Note that these characters are content; what began before them and waits is none."""
-        while self._waiting and self._waiting[0][0] < start + length:
-            at, entry = self._waiting.popleft()
-            if at >= start:
-                self._placed.append((self._said + at - start, entry))
-        self._said += length
-        self._end = start + length
-
-    def until(self, shown: int) -> tuple[TokenLogprob, ...]:
-        """Return entries of tokens of which so many characters of content show a part."""
-        out = []
-        while self._placed and self._placed[0][0] < shown:
-            out.append(self._placed.popleft()[1])
-        return tuple(out)
-
-    def rest(self, total: int) -> tuple[TokenLogprob, ...]:
-        """Return what is left when all content is shown, tokens without text at its end too.
-
-        Args:
-            total: Characters of the whole text.
-        """
-        ends = [entry for at, entry in self._waiting if at == self._end == total]
-        left = (*(entry for _, entry in self._placed), *ends)
-        self._placed.clear()
-        self._waiting.clear()
-        return left
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """Join pieces that follow each other, as long as thought stays before content and calls."""
-    out: list[Event] = []
-    for event in events:
-        last = out[-1] if out else None
-        if isinstance(last, Piece) and isinstance(event, Piece) and _follows(last, event):
-            out[-1] = Piece(
-                last.index,
-                last.text + event.text,
-                last.thought + event.thought,
-                last.calls + event.calls,
-                last.logprobs + event.logprobs,
-                last.prompt_logprobs + event.prompt_logprobs,
-            )
-        else:
-            out.append(event)
-    return [event for event in out if not (isinstance(event, Piece) and event.empty)]
-
-
-def _follows(last: Piece, piece: Piece) -> bool:
-    content = piece.text or piece.logprobs
-    return not (last.calls and (content or piece.thought)) and not (last.text and piece.thought)
 
 
 def _abandoned(reason: Origin) -> Broken:

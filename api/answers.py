@@ -11,7 +11,8 @@ import trio
 from quart import Response
 
 from ..actors.house import House
-from ..actors.request import Alive, Broken, Ended, Finished, Piece, RequestActor
+from ..actors.request import Alive, Broken, Finished, RequestActor
+from ..actors.speech import Ended, Piece
 from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text

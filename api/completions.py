@@ -7,7 +7,8 @@ import msgspec
 from quart import Response
 
 from ..actors.house import House
-from ..actors.request import Ended, Finished, Piece
+from ..actors.request import Finished
+from ..actors.speech import Ended, Piece
 from ..runtime.context import TokenLogprob
 from .answers import (
     ChoiceShape,

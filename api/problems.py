@@ -1,6 +1,7 @@
 """Errors to status and body; the only file that knows HTTP codes."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -133,3 +134,12 @@ def explained(error: msgspec.ValidationError, where: str = "") -> CallerError:
     joint = "." if where and path and not path.startswith("[") else ""
     path = f"{where}{joint}{path}"
     return CallerError(f"{path}: {why}" if path else why, param=path or None)
+
+
+def renamed(error: CallerError, names: Mapping[str, str]) -> CallerError:
+    """Return an error about a field under the name it has in the caller's own body."""
+    own = names.get(error.param or "")
+    if own is not None and error.param is not None:
+        error.message = error.message.replace(error.param, own)
+        error.param = own
+    return error

@@ -7,7 +7,8 @@ from typing import ClassVar
 import msgspec
 
 from ..actors.house import House
-from ..actors.request import Broken, Ended, Finished, Piece
+from ..actors.request import Broken, Finished
+from ..actors.speech import Ended, Piece
 from ..runtime.context import TokenLogprob
 from .problems import broken_body
 from .replies import ErrorReply

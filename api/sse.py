@@ -13,7 +13,8 @@ import trio
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
-from ..actors.request import Alive, Broken, Ended, Event, Finished, Piece, RequestActor
+from ..actors.request import Alive, Broken, Event, Finished, RequestActor
+from ..actors.speech import Ended, Piece
 from .shape import Shape
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop

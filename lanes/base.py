@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from ..runtime.context import RowContext, TokenLogprob
+from ..runtime.grammar import Ids
 
 if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
     import mlx.core as mx
@@ -15,7 +16,6 @@ if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by
     from .fork import Fork
     from .halves import Halves
     from .ragged import Layout, Pass, RowSlots
-    from .sampler import Ids
     from .tree import Reach
 
 

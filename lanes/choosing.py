@@ -9,9 +9,10 @@ from typing import Final, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..runtime.grammar import Ids
 from .base import Row, RowDelta
 from .ragged import Pass
-from .sampler import Ids, Logits
+from .sampler import Logits
 from .verify import Acceptance, Coupled, Draft, Verdict
 
 

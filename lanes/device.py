@@ -14,11 +14,12 @@ import mlx.core as mx
 from ..runtime import noise
 from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import RowError
+from ..runtime.grammar import Ids
 from . import sampler
 from .base import Row, RowDelta
 from .choosing import Column, HostChooser, Span, choosing_failed, known, on_host
 from .ragged import Pass
-from .sampler import NOT_FINITE, Ids
+from .sampler import NOT_FINITE
 from .verify import Choice, Coupled, Draft, follow
 
 _TRIES: Final = 3

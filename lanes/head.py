@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..runtime.grammar import Ids
 from .base import Trunk
 from .fork import Fork
 from .frames import FrameCache, LockstepFrame
@@ -18,7 +19,6 @@ from .halves import Halves
 from .heads.qwen3_next import HeadParts
 from .lockstep import LockstepBlock, LockstepTrunk, Rotation, fork_frame, prefill_frame, step_frame
 from .ragged import Frame, Layout, RowSlots, StepCache
-from .sampler import Ids
 from .stock import SPAN_GRAIN, fork_caches
 from .tiles import tiled
 from .tree import Reach

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
 from ..runtime.errors import RowError
+from ..runtime.grammar import Ids
 from .base import Row
 
 _CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
@@ -23,7 +24,6 @@ _CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
 NOT_FINITE: Final = "the model produced no finite logit; the row cannot go on"
 
 Logits = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 
 def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:

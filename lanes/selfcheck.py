@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import LaneRefused
+from ..runtime.grammar import Ids
 from ..runtime.model import ModelCard
 from .ar import ArLane
 from .base import Check, Receipt, Row, Trunk
@@ -25,7 +26,7 @@ from .choosing import ON_HOST, HostChooser, on_host
 from .head import Head
 from .mtp import MtpLane
 from .ragged import Layout, Pass, RowSlots
-from .sampler import Ids, Logits
+from .sampler import Logits
 from .verify import Draft, Verdict
 
 # Largest logit difference from B1 that is still rounding, a type; measured on real models.

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
 from ..runtime.errors import RowError
+from ..runtime.grammar import Ids
 from . import sampler
 from .base import Row
-from .sampler import Ids, Logits
+from .sampler import Logits
 from .tree import Tree
 
 

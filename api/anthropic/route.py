@@ -7,13 +7,14 @@ import msgspec
 from quart import Response
 
 from ...actors.house import House
-from ...actors.request import Broken, Ended, Finished, Piece
+from ...actors.request import Broken, Finished
+from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
 from ..answers import answer, new_request_id, paceline_of, usage_of
 from ..conversation import Setting, encode_chat
 from ..forms import chat_form
-from ..problems import broken_status, decode, reply
+from ..problems import broken_status, decode, renamed, reply
 from ..shape import Collected, Shape
 from ..translate import chat_order, check_model
 from .bodies import FIELDS, CountRequest, MessagesRequest, understood
@@ -61,7 +62,7 @@ async def create_message(house: House, raw: bytes, priority: str | None) -> Resp
             go_on=go_on,
         )
     except CallerError as error:
-        raise _in_own_words(error) from None
+        raise renamed(error, FIELDS) from None
     return await answer(house, order, "messages", MessageShape(house, order))
 
 
@@ -74,15 +75,6 @@ async def count_tokens(house: House, raw: bytes) -> Response:
     setting = Setting(form.tools, chat.chat_template_kwargs or {}, form.lead, go_on)
     prompt = await encode_chat(house.text, chat.messages, setting)
     return reply(200, Counted(len(prompt.tokens)))
-
-
-def _in_own_words(error: CallerError) -> CallerError:
-    """Return an error that names this route's fields, not chat's."""
-    own = FIELDS.get(error.param or "")
-    if own is not None and error.param is not None:
-        error.message = error.message.replace(error.param, own)
-        error.param = own
-    return error
 
 
 class MessageShape(Shape):

@@ -8,11 +8,12 @@ import msgspec
 from quart import Response
 
 from ...actors.house import House
-from ...actors.request import Broken, Ended, Finished, Piece
+from ...actors.request import Broken, Finished
+from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
 from ..answers import answer, chat_logprobs, new_request_id, paceline_of, usage_of
-from ..problems import broken_body, decode, reply
+from ..problems import broken_body, decode, renamed, reply
 from ..replies import ChatLogprob, ErrorReply
 from ..schemas import AssistantMessage, FunctionCall, ToolCall
 from ..shape import Collected, Shape
@@ -66,7 +67,7 @@ async def create_response(
             where="input",
         )
     except CallerError as error:
-        raise _in_own_words(error) from None
+        raise renamed(error, FIELDS) from None
     return await answer(house, order, "responses", ResponseShape(house, order, body, asked, store))
 
 
@@ -79,15 +80,6 @@ def delete_response(store: ResponseStore, response_id: str) -> Response:
     """Forget a kept response."""
     store.drop(response_id)
     return reply(200, Deleted(response_id))
-
-
-def _in_own_words(error: CallerError) -> CallerError:
-    """Return an error that names this route's fields, not chat's."""
-    own = FIELDS.get(error.param or "")
-    if own is not None and error.param is not None:
-        error.message = error.message.replace(error.param, own)
-        error.param = own
-    return error
 
 
 class ResponseShape(Shape):

@@ -5,7 +5,8 @@ from itertools import pairwise
 import trio
 from tests.fakes import Stand, row_context
 
-from paceline.actors.request import Ended, Finished, Generation, Piece
+from paceline.actors.request import Finished, Generation
+from paceline.actors.speech import Ended, Piece
 from paceline.runtime.modes import Priority
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import WORD_BASE, Stand, row_context, stand
 
-from paceline.actors.request import Ended, Generation, Outcome, Piece, RequestActor
+from paceline.actors.request import Generation, Outcome, RequestActor
+from paceline.actors.speech import Ended, Piece
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError
 from paceline.runtime.modes import CohortPolicy, Mode, Priority

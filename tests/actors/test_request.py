@@ -5,7 +5,8 @@ import trio
 import trio.testing
 from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stand
 
-from paceline.actors.request import Broken, Ended, Finished, Generation, Piece, RequestActor
+from paceline.actors.request import Broken, Finished, Generation, RequestActor
+from paceline.actors.speech import Ended, Piece
 from paceline.lanes.base import Row
 from paceline.runtime.errors import BusyError, CallerError, OwnerDied
 from paceline.runtime.modes import Mode

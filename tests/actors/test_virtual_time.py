@@ -8,7 +8,8 @@ import trio
 import trio.testing
 from tests.fakes import DRAFT_S, READ_S, STEP_S, TILE, Stand, row_context, stand
 
-from paceline.actors.request import Ended, Finished, Generation, Piece
+from paceline.actors.request import Finished, Generation
+from paceline.actors.speech import Ended, Piece
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
 

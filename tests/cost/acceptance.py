@@ -26,10 +26,11 @@ from paceline.lanes.base import Row
 from paceline.lanes.choosing import HostChooser
 from paceline.lanes.install import Wanted, install
 from paceline.lanes.mtp import MAX_DEPTH, MtpLane
-from paceline.lanes.sampler import Ids, Logits
+from paceline.lanes.sampler import Logits
 from paceline.lanes.verify import Coupled, Draft, Spread, Verdict, spread
 from paceline.runtime import noise
 from paceline.runtime.context import RowContext, Sampling
+from paceline.runtime.grammar import Ids
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode
 from paceline.runtime.text import Text
