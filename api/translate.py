@@ -24,7 +24,7 @@ from .schemas import ChatRequest, CompletionRequest, SamplingFields, UnservedFie
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
-_INLINE_GRAMMAR: Final = 4_096  # characters that compile within a few milliseconds
+_INLINE_GRAMMAR: Final = 1_024  # characters that compile within a few milliseconds
 _AS_IT_IS: Final = Manner()
 # What rendering a prompt sets itself.
 _OWN_OPTIONS: Final = frozenset(

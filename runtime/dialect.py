@@ -7,6 +7,7 @@ tools is told of them in words, in the form that Hermes models made common: JSON
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ Thought = Literal["begun", "free", "over"]
 CALL_OPEN: Final = "<tool_call>"
 CALL_CLOSE: Final = "</tool_call>"
 LEAD: Final = "\n"  # what stands between a call's opening mark and its JSON
+_MISTRAL: Final = "[TOOL_CALLS]"
 _PROBE: Final = "probe_of_the_template"
 
 
@@ -105,7 +107,7 @@ def dialect_of(path: Path, render: Callable[[Conversation, Any], str]) -> Dialec
 def in_words(dialect: Dialect, messages: Conversation, tools: Sequence[Any]) -> Conversation:
     """Return a conversation that says of tools and calls what the template itself cannot."""
     if dialect.shows_calls:
-        return messages
+        return with_short_ids(messages) if dialect.call_open == _MISTRAL else messages
     told = [_call_in_words(message, dialect) for message in messages]
     if not tools or dialect.shows_tools:
         return told
@@ -114,6 +116,44 @@ def in_words(dialect: Dialect, messages: Conversation, tools: Sequence[Any]) -> 
         content = f"{told[0]['content']}\n\n{words}"
         return [{**told[0], "content": content}, *told[1:]]
     return [{"role": "system", "content": words}, *told]
+
+
+def simplified(messages: Conversation) -> Conversation:
+    """Return a conversation for templates that know two roles in turn and no others.
+
+    Instructions become the user's, and neighbours of one role become one message.
+    """
+    out: Conversation = []
+    for message in messages:
+        if message["role"] == "system":
+            message = {**message, "role": "user"}
+        last = out[-1] if out else None
+        if last and last["role"] == message["role"] and not (_calls_in(last) or _calls_in(message)):
+            content = f"{last['content']}\n\n{message['content']}"
+            out[-1] = {**last, "content": content}
+        else:
+            out.append(message)
+    return out
+
+
+def _calls_in(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message["role"] == "tool"
+
+
+def with_short_ids(messages: Conversation) -> Conversation:
+    """Return a conversation whose calls have ids of nine characters, as Mistral's templates ask."""
+    out = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [{**c, "id": _short(c["id"])} for c in calls]}
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+        out.append(message)
+    return out
+
+
+def _short(id: str) -> str:
+    return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]], param: str) -> Source:
@@ -219,10 +259,14 @@ _WITH_CALL: Final[Conversation] = [
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "x", "arguments": {"a": _PROBE}}}
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "x", "arguments": {"a": _PROBE}},
+            }
         ],
     },
-    {"role": "tool", "tool_call_id": "c", "name": "x", "content": "r" + _PROBE},
+    {"role": "tool", "tool_call_id": "call00000", "name": "x", "content": "r" + _PROBE},
 ]
 
 

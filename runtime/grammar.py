@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ Ids = NDArray[np.int64]
 # An answer is brought to its end this many tokens before its budget would cut it.
 MARGIN: Final = 16
 _HORIZON: Final = 128  # tokens before its budget from which on an answer's way out is looked for
+_KEPT: Final = 64  # grammars that stay compiled
 _LONGEST_WAY: Final = 512  # a way out that is longer is not looked for
 # The ways out of JSON, best first: outside of a string, and inside of one, where words may come.
 _OUTSIDE: Final = ("}", "]", "0", "1", "null", "true", "false", '"', "[", "{", ",", ":")
@@ -73,6 +75,7 @@ class Grammars:
     def __init__(self, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(end_ids))
         self._exits = Exits(self._tokenizer)
+        self._kept = lru_cache(_KEPT)(self._compile)  # agents ask for the same again and again
 
     def compile(self, source: Source, thinking: Thinking | None = None) -> Grammar:
         """Return a grammar that rows can follow; takes a while for large ones.
@@ -80,6 +83,9 @@ class Grammars:
         Raises:
             CallerError: When it is not one, or asks for what cannot be enforced.
         """
+        return self._kept(source, thinking)
+
+    def _compile(self, source: Source, thinking: Thinking | None) -> Grammar:
         matcher = LLMatcher(self._tokenizer, source.text, log_level=0)
         if matcher.is_error():
             raise CallerError(f"{source.param}: {_why(matcher)}", param=source.param)

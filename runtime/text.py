@@ -16,7 +16,7 @@ import jinja2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from .dialect import Dialect, Thought, dialect_of, in_words
+from .dialect import Dialect, Thought, dialect_of, in_words, simplified
 from .errors import CallerError, ModelError
 from .grammar import Grammars
 
@@ -120,7 +120,7 @@ class Text:
         shielded, shown = (
             _shield(list(texts), self._special_pattern, shield) for texts in (messages, tools)
         )
-        rendered = self._render(shielded, shown, go_on, options or {})
+        rendered = self._render_somehow(shielded, shown, go_on, options or {})
         if shield not in rendered:
             tokens = self.encode(rendered, add_special=False)
         else:
@@ -176,6 +176,26 @@ class Text:
     def is_special(self, token: int) -> bool:
         """Say whether a token is a control token, which an answer's text does not show."""
         return token in self._special
+
+    def _render_somehow(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        go_on: bool,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Render a conversation, in simpler roles where the template refuses it as it is."""
+        try:
+            return self._render(messages, tools, go_on, options)
+        except CallerError:
+            simple = simplified(messages)
+            if simple == messages:
+                raise
+            try:
+                return self._render(simple, tools, go_on, options)
+            except CallerError:
+                pass
+            raise
 
     def _render(
         self,

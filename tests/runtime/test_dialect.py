@@ -193,3 +193,44 @@ def test_a_forced_call_takes_only_the_tools_arguments(text: Text) -> None:
         assert found is not None
         assert not found.size
     assert Dialect().thinking("free") is None
+
+
+_STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_template_of_two_roles_is_given_two_roles(make: Make) -> None:
+    """Instructions and neighbours of one role are joined only where the template asks for it."""
+    text = make(_STRICT)
+    messages = [
+        {"role": "system", "content": "Be good."},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "system", "content": "Be brief."},
+    ]
+    shown = text.decode(text.chat(messages).tokens)
+    assert shown == "[user]Be good.\n\na\n\nb[assistant]c[user]Be brief."
+    with pytest.raises(CallerError, match="roles must alternate"):
+        text.chat([{"role": "assistant", "content": "c"}])
+
+
+def test_mistrals_templates_get_ids_of_nine_characters(make: Make) -> None:
+    """Calls keep their ids outside, and a call and its result still share one inside."""
+    mark = "{{ raise_exception('bad id') if tool_call.id | length != 9 }}[TOOL_CALLS]"
+    shown = _SAID.replace("MARK", mark + "{{ tool_call.function.name }}<{{ tool_call.id }}>")
+    template = _TOOLS + shown.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
+    text = make(template.replace("OPEN", ""))
+    assert text.dialect.call_open == "[TOOL_CALLS]"
+    long_ids = [{**message} for message in _CALLED]
+    long_ids[1] = {**_CALLED[1], "tool_calls": [{**_CALLED[1]["tool_calls"][0], "id": "call_" * 5}]}
+    long_ids[2] = {**_CALLED[2], "tool_call_id": "call_" * 5}
+    said = text.decode(text.chat(long_ids, [_LOOK]).tokens)
+    short = said.partition("look<")[2].partition(">")[0]
+    assert len(short) == 9
+    assert said.count(short) == 2

@@ -73,6 +73,17 @@ def test_a_token_against_the_grammar_ends_the_row(text: Text) -> None:
         follower.take(_spell(text, "wrong")[0])
 
 
+def test_a_grammar_is_compiled_once(text: Text) -> None:
+    """The same form asked for again is there already, and its rows do not know each other."""
+    source = grammar.json_schema(COLOUR, "schema")
+    one, other = text.grammars.compile(source), text.grammars.compile(source)
+    assert one is other
+    first, second = one.follow(), other.follow()
+    before = _may(second)
+    first.take(_spell(text, '{"')[0])
+    assert _may(second) == before
+
+
 def test_twins_go_their_own_ways(text: Text) -> None:
     """A copy does not follow what its original commits."""
     follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
