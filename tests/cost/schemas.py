@@ -57,9 +57,10 @@ def main(folder: Path, modes: str, count: int, tokens: int) -> None:
     first, *others = told.values()
     same = all(other == first for other in others)
     print(f"every mode says the same: {same}")
-    for at, verdict in enumerate(first):
-        if verdict.kind not in ("valid", "refused"):
-            print(verdict, json.dumps(schemas[at])[:200])
+    for mode, verdicts in told.items():
+        for verdict, schema in zip(verdicts, schemas, strict=False):
+            if verdict.kind not in ("valid", "refused"):
+                print(mode, verdict, json.dumps(schema)[:300])
     bad = any(v.kind not in ("valid", "refused") for verdicts in told.values() for v in verdicts)
     sys.exit(1 if bad or not same else 0)
 
