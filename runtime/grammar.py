@@ -93,7 +93,11 @@ class Grammars:
 
 
 class Exits:
-    """Finds ways to end an answer soon: not the shortest, but one that does not wander."""
+    """Finds ways to end an answer soon: not the shortest, but ones that do not wander.
+
+    Structure is closed first; where it cannot be, what was used least is tried, so that a
+    pattern gets all its characters in turn.
+    """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         spelled = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
@@ -109,8 +113,8 @@ class Exits:
     def way_out(self, matcher: LLMatcher) -> list[int] | None:
         """Return tokens after which a matcher accepts; None when none were found.
 
-        Structure is closed first; where it cannot be, what was used least is tried, so that a
-        pattern gets all its characters in turn.
+        Args:
+            matcher: Advanced on the way, so a copy that is not needed any more.
         """
         way: list[int] = []
         used = np.zeros(len(self._inside), np.int64)
@@ -119,9 +123,7 @@ class Exits:
             if not step or not matcher.consume_tokens(step):
                 break
             way += step
-        found = matcher.is_accepting()
-        matcher.rollback(len(way))
-        return way if found else None
+        return way if matcher.is_accepting() else None
 
     def _next(self, matcher: LLMatcher, used: NDArray[np.int64]) -> list[int]:
         allowed = _bits(matcher)
@@ -221,27 +223,25 @@ class Follower:
             return None
         if not self._end_ids.isdisjoint(spoken):
             return _NOTHING
-        taken = self._matcher.try_consume_tokens(spoken) if spoken else 0
-        try:
-            found = _NOTHING
-            if taken == len(spoken):
-                out = self._leading_out(spoken, left) if left is not None else None
-                found = _mask(self._matcher) if out is None else out
-        finally:
-            if taken:
-                self._matcher.rollback(taken)
+        # A copy and no rollback: after one, llguidance 1.9 may give the mask of the way not taken.
+        matcher = self._matcher.deep_copy() if spoken else self._matcher
+        if matcher.try_consume_tokens(spoken) < len(spoken):
+            return _NOTHING
+        found = self._leading_out(matcher, spoken, left) if left is not None else None
+        if found is None:
+            found = _mask(matcher)
         if thought.may_open is not None:
             found = np.union1d(found, [thought.may_open])
         return found
 
-    def _leading_out(self, spoken: list[int], left: int) -> Ids | None:
+    def _leading_out(self, matcher: LLMatcher, spoken: list[int], left: int) -> Ids | None:
         """Return the one token that leads out, when it is time to leave."""
-        if left > self._horizon or self._matcher.is_accepting():
+        if left > self._horizon or matcher.is_accepting():
             return None
         if self._way is not None and self._way[: len(spoken)] == spoken:
             way: list[int] | None = self._way[len(spoken) :]
         else:
-            way = self._exits.way_out(self._matcher)
+            way = self._exits.way_out(matcher.deep_copy())
         if not spoken:
             self._way = way
         if not way or left > len(way) + 1 + MARGIN:

@@ -24,8 +24,8 @@ def _follow(text: Text, source: Source, thinking: Thinking | None = None) -> Fol
     return text.grammars.compile(source, thinking).follow()
 
 
-def _may(follower: Follower, ahead: Sequence[int] = ()) -> set[int]:
-    allowed = follower.allowed(ahead)
+def _may(follower: Follower, ahead: Sequence[int] = (), left: int | None = None) -> set[int]:
+    allowed = follower.allowed(ahead, left)
     assert allowed is not None
     return set(map(int, allowed))
 
@@ -55,6 +55,20 @@ def test_looking_ahead_changes_nothing(text: Text) -> None:
         follower.take(token)
     assert _may(follower) == seen
     assert seen != before
+
+
+def test_what_was_looked_at_leaves_no_trace(text: Text) -> None:
+    """Two ways of one length behind the same tokens: the second has its own masks."""
+    follower = _follow(text, grammar.json_schema({"minProperties": 1}, "schema"))
+    for token in _spell(text, '{\n "data'):
+        follower.take(token)
+    brace, bracket = ([*_spell(text, f'": {c}'), *_spell(text, "\n   ")] for c in "{[")
+    assert len(brace) == len(bracket)
+    closes = _spell(text, "}")[0], _spell(text, "]")[0]
+    for _ in range(2):
+        for left in (None, 57):
+            assert [c in _may(follower, brace, left) for c in closes] == [True, False]
+            assert [c in _may(follower, bracket, left) for c in closes] == [False, True]
 
 
 def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None:
