@@ -24,8 +24,8 @@ class Reader:
         self._short_next = False
 
     def next(self, rows: Sequence[RowView]) -> RowView:
-        """Alternate between the first of some rows and the first that fits into one tile."""
-        short = next((row for row in rows if row.unread <= self._tile), rows[0])
+        """Alternate between the first of some rows and the one with the least left to read."""
+        short = min(rows, key=lambda row: row.unread)
         chosen = short if self._short_next else rows[0]
         self._short_next = not self._short_next
         return chosen

@@ -93,6 +93,20 @@ async def test_short_prompts_pass_a_long_one(autojump_clock: trio.testing.MockCl
     assert times["short"][-1] < times["long"][0] / 2
 
 
+async def test_what_has_least_left_to_read_passes_a_longer_prompt(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A prompt of several tiles behind a far longer one takes twice its own time, no more."""
+    times: dict[str, list[float]] = defaultdict(list)
+    args = ServerArgs(scheduler_mode=Mode.AR_BATCH)
+    async with stand(args) as place, trio.open_nursery() as nursery:
+        nursery.start_soon(_arrivals, place, "long", 8000, 2, times)
+        await trio.sleep(0.01)
+        nursery.start_soon(_arrivals, place, "middle", 600, 2, times)
+    assert times["middle"][0] < 3 * 600 * READ_S + 0.5
+    assert times["long"][0] < (8000 + 600) * READ_S + 1
+
+
 async def test_prompts_are_read_first_come_first_served(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -24,9 +24,9 @@ from tests.e2e.conftest import running
 from paceline.api.cli.bench_targets import spawn
 
 _AGENTS = (
-    "opencode-tool-chat_completions-2",
+    "opencode-chat_completions-1",
     "cline-tool-chat_completions-1",
-    "gptme-text-chat_completions-1",
+    "sgpt-text-chat_completions-1",
     "cn-tool-chat_completions-1",
     "pi-tool-chat_completions-1",
     "mini-tool-chat_completions-1",
