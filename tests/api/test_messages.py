@@ -85,6 +85,19 @@ async def test_blocks_come_in_order(
     assert whole["stop_reason"] == "tool_use"
 
 
+async def test_each_call_is_a_block_of_its_own(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Two calls behind each other are two blocks, each with its own input."""
+    async with serving(says(f"{_CALL}\n{_CALL}")) as (client, _):
+        found = await events(client, tools=[_LOOK])
+    begun = [e["content_block"]["id"] for e in found if e["type"] == "content_block_start"]
+    assert len(set(begun)) == 2
+    for index in range(2):
+        deltas = [e["delta"] for e in found if e.get("index") == index and "delta" in e]
+        assert "".join(d["partial_json"] for d in deltas) == _ARGUMENTS
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "stop"),
     [

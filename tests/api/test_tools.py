@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio.testing
 from tests.api.conftest import Serving, read_stream
-from tests.fakes import END, FakeText
+from tests.fakes import END, WORD_BASE, FakeText
 
 from paceline.lanes.base import Row
 from paceline.runtime.dialect import Dialect
@@ -385,9 +385,14 @@ async def test_the_best_of_several(
 ) -> None:
     """The likeliest of best_of are answered with, best first; all are billed."""
     body = {"prompt": ["a", "b"], "max_tokens": 4, "n": 2, "best_of": 4}
-    async with serving(scheduler_mode="ar_batch") as (client, _):
+
+    def script(row: Row) -> int:
+        return WORD_BASE + int(row.key[-1])  # the fakes like some rows' words better than others
+
+    async with serving(script, scheduler_mode="ar_batch") as (client, _):
         answer = await client.post("/v1/completions", json=body, headers=_LOCAL)
         found = await answer.get_json()
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
     assert all(choice["logprobs"] is None for choice in found["choices"])
+    assert [choice["text"] for choice in found["choices"]] == [f" w{n}" * 4 for n in (1, 2, 4, 5)]
     assert found["usage"]["completion_tokens"] == 2 * 4 * 4

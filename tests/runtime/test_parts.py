@@ -64,6 +64,8 @@ TEXTS: list[tuple[Dialect, bool, Calling, str, str, str, list[tuple[str, str]]]]
     (Dialect(), False, "never", " as it is <tool_call>\n", " as it is <tool_call>\n", "", []),
     (THINKS, False, "never", "<think>\nhm, so\n</think>\n\nYes.\n", "Yes.\n", "hm, so", []),
     (THINKS, True, "never", "hm\n\nso</think>Yes", "Yes", "hm\n\nso", []),
+    (THINKS, False, "never", "\n\n<think>a</think>b", "b", "a", []),
+    (HERMES, False, "maybe", "\n " + CALL, "", "", [("look", ARGUMENTS)]),
     (THINKS, False, "never", "\n\nno <think>here</think>", "\n\nno <think>here</think>", "", []),
     (THINKS, True, "never", "never ends ", "", "never ends", []),
     (HERMES, False, "maybe", "Look:\n" + CALL + "\n", "Look:\n", "", [("look", ARGUMENTS)]),
