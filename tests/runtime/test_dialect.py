@@ -195,6 +195,12 @@ def test_a_forced_call_takes_only_the_tools_arguments(text: Text) -> None:
     assert Dialect().thinking("free") is None
 
 
+def test_only_strict_tools_bind_a_free_call() -> None:
+    """Without a strict tool a model that may call or not says what it likes."""
+    assert strict_calls(Dialect(), [_LOOK], "tools") is None
+    assert strict_calls(Dialect(), [_LOOK, _strict()], "tools") is not None
+
+
 _STRICT = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
