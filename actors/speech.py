@@ -15,6 +15,8 @@ from ..runtime.stops import StopMatcher
 from ..runtime.text import Detokenizer, Text
 from .messages import Finish, Tokens
 
+Ending = Finish | Literal["tool_calls"]
+
 CREDITS: Final = 32  # tokens a row may be ahead of its reader
 
 
@@ -35,7 +37,8 @@ class Piece(msgspec.Struct, frozen=True):
     @property
     def empty(self) -> bool:
         """Whether it says nothing."""
-        return self == Piece(self.index)
+        said = self.text or self.thought or self.calls
+        return not (said or self.logprobs or self.prompt_logprobs)
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -46,7 +49,7 @@ class Ended(msgspec.Struct, frozen=True):
     """
 
     index: int
-    finish: Finish | Literal["tool_calls"]
+    finish: Ending
     stop: str | None = None
 
 
@@ -109,7 +112,7 @@ class Speech:
         granted, self._taken = self._taken, 0
         return granted
 
-    def _finish(self, finish: Finish | None) -> Finish | Literal["tool_calls"] | None:
+    def _finish(self, finish: Finish | None) -> Ending | None:
         """Return how the row ended, if it has."""
         if self._matcher.matched is not None:
             return "stop"
@@ -118,7 +121,7 @@ class Speech:
             return "tool_calls"
         return finish
 
-    def _end(self, finish: Finish | Literal["tool_calls"]) -> Ended:
+    def _end(self, finish: Ending) -> Ended:
         self.ended = Ended(self.index, finish, self._matcher.matched)
         return self.ended
 

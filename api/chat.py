@@ -19,6 +19,7 @@ from .answers import (
     paceline_of,
     usage_of,
 )
+from .models import check_model
 from .problems import decode
 from .replies import (
     CallDelta,
@@ -35,7 +36,7 @@ from .replies import (
 )
 from .schemas import ChatRequest
 from .shape import Collected
-from .translate import Order, chat_order, check_model
+from .translate import Order, chat_order
 
 _DECODER: Final = msgspec.json.Decoder(ChatRequest)
 

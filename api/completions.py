@@ -18,11 +18,12 @@ from .answers import (
     text_logprobs,
     usage_of,
 )
+from .models import check_model
 from .problems import decode
 from .replies import TextChoice, TextReply
 from .schemas import CompletionRequest
 from .shape import Collected
-from .translate import Order, check_model, completion_order
+from .translate import Order, completion_order
 
 _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 

@@ -5,11 +5,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ..runtime import grammar
+from ..runtime import sources
 from ..runtime.dialect import LEAD, Dialect, call_or, forced_call, strict_calls
 from ..runtime.errors import CallerError
-from ..runtime.grammar import Source
 from ..runtime.parts import Manner
+from ..runtime.sources import Source
 from .conversation import described
 from .schemas import (
     AllowedToolsChoice,
@@ -82,23 +82,23 @@ def guided(body: SamplingFields) -> Source | None:
     if len(given) > 1:
         raise CallerError(f"{given[1]} cannot be kept together with {given[0]}", param=given[1])
     if body.guided_json is not None:
-        return grammar.json_schema(body.guided_json, "guided_json")
+        return sources.json_schema(body.guided_json, "guided_json")
     if body.guided_regex is not None:
-        return grammar.regex(body.guided_regex, "guided_regex")
+        return sources.regex(body.guided_regex, "guided_regex")
     if body.guided_choice is not None:
-        return grammar.choice(body.guided_choice, "guided_choice")
+        return sources.choice(body.guided_choice, "guided_choice")
     if body.guided_grammar is not None:
-        return grammar.written(body.guided_grammar, "guided_grammar")
+        return sources.written(body.guided_grammar, "guided_grammar")
     return None
 
 
 def _format(body: ChatRequest) -> Source | None:
     match body.response_format:
         case JsonObjectFormat():
-            source = grammar.json_object("response_format")
+            source = sources.json_object("response_format")
         case JsonSchemaFormat(named):
             schema = {"type": "object"} if named.schema is None else named.schema
-            source = grammar.json_schema(schema, "response_format.json_schema.schema")
+            source = sources.json_schema(schema, "response_format.json_schema.schema")
         case _:
             return None
     if given := next((name for name in _GUIDES if getattr(body, name) is not None), None):

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/NAME."""
+"""GET /v1/models and /v1/models/NAME, and whether a name is that of the loaded model."""
 
 from quart import Response
 
@@ -20,12 +20,26 @@ def show_model(house: House, name: str) -> Response:
         UnknownThing: When the name is another.
     """
     if name != house.served.name:
-        raise UnknownThing(
-            f"model {name!r} is not loaded; this server has {house.served.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+        raise _not_loaded(house, name)
     return reply(200, _entry(house))
+
+
+def check_model(house: House, name: str | None) -> None:
+    """Refuse another model's name, on a server that is strict about names.
+
+    Raises:
+        UnknownThing: When the loaded model is not the one asked for.
+    """
+    if house.args.strict_model and name is not None and name != house.served.name:
+        raise _not_loaded(house, name)
+
+
+def _not_loaded(house: House, name: str) -> UnknownThing:
+    return UnknownThing(
+        f"model {name!r} is not loaded; this server has {house.served.name!r}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def _entry(house: House) -> ModelEntry:

@@ -7,18 +7,19 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from ..actors.house import House, Served
+from ..actors.house import Served
 from ..actors.request import Generation
 from ..runtime.context import SEED_MASK, RowContext, Sampling, row_seed
 from ..runtime.dialect import Dialect
-from ..runtime.errors import CallerError, ContextOverflow, UnknownThing
-from ..runtime.grammar import Grammar, Source, Thinking
+from ..runtime.errors import CallerError, ContextOverflow
+from ..runtime.grammar import Grammar, Thinking
 from ..runtime.modes import PRIORITY_MODES, Priority
 from ..runtime.parts import Manner
 from ..runtime.settings import ServerArgs
-from ..runtime.text import Text
+from ..runtime.sources import Source
+from ..runtime.text import ChatPrompt, Text
 from .conversation import INLINE_CHARACTERS, Setting, encode_chat
-from .forms import chat_form, guided
+from .forms import Form, chat_form, guided
 from .schemas import ChatRequest, CompletionRequest, SamplingFields, UnservedFields
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
@@ -92,10 +93,8 @@ async def chat_order(
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    refuse_unserved(body)
-    form = chat_form(body, text.dialect)
-    setting = Setting(form.tools, _template_options(body, text.dialect), form.lead, go_on, where)
-    prompt = await encode_chat(text, body.messages, setting)
+    _refuse_unserved(body)
+    form, prompt = await chat_prompt(body, text, where=where, go_on=go_on)
     thinking = text.dialect.thinking(prompt.thought)
     alternatives = None
     if body.logprobs:
@@ -118,6 +117,19 @@ async def chat_order(
     )
 
 
+async def chat_prompt(
+    body: ChatRequest, text: Text, *, where: str = "messages", go_on: bool = False
+) -> tuple[Form, ChatPrompt]:
+    """Return the form that a chat request asks for and its prompt; see `chat_order`.
+
+    Raises:
+        CallerError: For what cannot be served as it was asked.
+    """
+    form = chat_form(body, text.dialect)
+    setting = Setting(form.tools, _template_options(body, text.dialect), form.lead, go_on, where)
+    return form, await encode_chat(text, body.messages, setting)
+
+
 async def completion_order(
     body: CompletionRequest,
     request_id: str,
@@ -133,7 +145,7 @@ async def completion_order(
     """
     if body.suffix:
         raise CallerError("suffix (fill in the middle) is not supported", param="suffix")
-    refuse_unserved(body)
+    _refuse_unserved(body)
     best_of = body.best_of if body.best_of != (body.n or 1) else None
     if best_of is not None and best_of < (body.n or 1):
         raise CallerError("best_of must be at least n", param="best_of")
@@ -288,21 +300,7 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)
 
 
-def check_model(house: House, name: str | None) -> None:
-    """Refuse another model's name, on a server that is strict about names.
-
-    Raises:
-        UnknownThing: When the loaded model is not the one asked for.
-    """
-    if house.args.strict_model and name is not None and name != house.served.name:
-        raise UnknownThing(
-            f"model {name!r} is not loaded; this server has {house.served.name!r}",
-            param="model",
-            code="model_not_found",
-        )
-
-
-def refuse_unserved(body: SamplingFields) -> None:
+def _refuse_unserved(body: SamplingFields) -> None:
     """Refuse what would change the answer and is not served, instead of ignoring it.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from ..runtime.context import RowContext, TokenLogprob
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 
 if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
     import mlx.core as mx

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from .base import Row, RowDelta
 from .ragged import Pass
 from .sampler import Logits

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..runtime import noise
 from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import RowError
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from . import sampler
 from .base import Row, RowDelta
 from .choosing import Column, HostChooser, Span, choosing_failed, known, on_host

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from .base import Trunk
 from .fork import Fork
 from .frames import FrameCache, LockstepFrame

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
 from ..runtime.errors import RowError
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from .base import Row
 
 _CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
@@ -39,24 +39,24 @@ def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:
         RowError: When the logits are not finite where it matters.
     """
     context = row.context
-    ids = row.allowed()
-    adjusted = adjust(within(logits, ids), context.sampling, row.prompt_set, row.counts, ids)
+    mine, ids = prepared(logits, row)
     key = noise.stream_key(context.seed, row.position)
-    token = pick(finite(adjusted), context.sampling, key, ids)
+    token = pick(mine, context.sampling, key, ids)
     return token, report(logits, token, context.sampling)
 
 
-def within(logits: Logits, ids: Ids | None) -> Logits:
-    """Return the logits of some tokens out of all; None takes all.
+def prepared(logits: Logits, row: Row) -> tuple[Logits, Ids | None]:
+    """Return the adjusted logits of what a row may say next, and the tokens they are of.
 
     Raises:
-        RowError: When there are none.
+        RowError: When there are none, or the largest is no number.
     """
-    if ids is None:
-        return logits
-    if not ids.size:
+    ids = row.allowed()
+    if ids is not None and not ids.size:
         raise RowError("the grammar allows no token here")
-    return logits[ids]
+    mine = logits if ids is None else logits[ids]
+    adjusted = adjust(mine, row.context.sampling, row.prompt_set, row.counts, ids)
+    return finite(adjusted), ids
 
 
 def report(logits: Logits, token: int, sampling: Sampling) -> TokenLogprob | None:

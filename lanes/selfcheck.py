@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..runtime.context import RowContext, Sampling
 from ..runtime.errors import LaneRefused
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from ..runtime.model import ModelCard
 from .ar import ArLane
 from .base import Check, Receipt, Row, Trunk

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
 from ..runtime.errors import RowError
-from ..runtime.grammar import Ids
+from ..runtime.exits import Ids
 from . import sampler
 from .base import Row
 from .sampler import Logits
@@ -144,10 +144,8 @@ class Rejection:
     def _decide(self, logits: Logits, row: Row, draft: Draft) -> int:
         """Return the draft, or the token that takes its place."""
         context = row.context
-        ids = row.allowed()
-        mine = sampler.within(logits, ids)
-        adjusted = sampler.adjust(mine, context.sampling, row.prompt_set, row.counts, ids)
-        target = spread(sampler.finite(adjusted), context.sampling, ids)
+        mine, ids = sampler.prepared(logits, row)
+        target = spread(mine, context.sampling, ids)
         drafted = draft.spread
         assert drafted is not None
         chance = noise.uniform(noise.stream_key(context.seed, row.position, noise.ACCEPT))

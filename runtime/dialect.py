@@ -16,7 +16,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from .errors import CallerError
-from .grammar import Source, Thinking, embedded, lark
+from .grammar import Thinking
+from .sources import Source, embedded, lark
 
 Parser = Callable[[str, Any], Any]
 Conversation = list[dict[str, Any]]

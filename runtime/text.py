@@ -8,6 +8,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -70,7 +71,6 @@ class Text:
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
-
         self.dialect = dialect_of(model_dir, self._render) if self.has_chat_template else Dialect()
 
     @cached_property
@@ -191,10 +191,8 @@ class Text:
             simple = simplified(messages)
             if simple == messages:
                 raise
-            try:
+            with suppress(CallerError):
                 return self._render(simple, tools, go_on, options)
-            except CallerError:
-                pass
             raise
 
     def _render(

@@ -12,11 +12,10 @@ from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
 from ..answers import answer, new_request_id, paceline_of, usage_of
-from ..conversation import Setting, encode_chat
-from ..forms import chat_form
+from ..models import check_model
 from ..problems import broken_status, decode, renamed, reply
 from ..shape import Collected, Shape
-from ..translate import chat_order, check_model
+from ..translate import chat_order, chat_prompt
 from .bodies import FIELDS, CountRequest, MessagesRequest, understood
 from .errors import error_reply
 from .replies import (
@@ -71,9 +70,7 @@ async def count_tokens(house: House, raw: bytes) -> Response:
     body: CountRequest = decode(_COUNT_DECODER, raw)
     check_model(house, body.model)
     chat, go_on = understood(body)
-    form = chat_form(chat, house.text.dialect)
-    setting = Setting(form.tools, chat.chat_template_kwargs or {}, form.lead, go_on)
-    prompt = await encode_chat(house.text, chat.messages, setting)
+    _, prompt = await chat_prompt(chat, house.text, go_on=go_on)
     return reply(200, Counted(len(prompt.tokens)))
 
 

@@ -38,34 +38,30 @@ from ..schemas import (
 )
 
 
-class InputText(Struct, tag_field="type", tag="input_text"):
+class _Words(Struct):
+    """What parts of text share."""
+
+    text: str
+
+
+class InputText(_Words, tag_field="type", tag="input_text"):
     """A piece of what somebody said."""
 
-    text: str
 
-
-class OutputText(Struct, tag_field="type", tag="output_text"):
+class OutputText(_Words, tag_field="type", tag="output_text"):
     """A piece of what the model said."""
 
-    text: str
 
-
-class PlainText(Struct, tag_field="type", tag="text"):
+class PlainText(_Words, tag_field="type", tag="text"):
     """A piece of text, as some clients call it."""
 
-    text: str
 
-
-class SummaryText(Struct, tag_field="type", tag="summary_text"):
+class SummaryText(_Words, tag_field="type", tag="summary_text"):
     """A piece of a summary."""
 
-    text: str
 
-
-class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+class ReasoningText(_Words, tag_field="type", tag="reasoning_text"):
     """A piece of a thought."""
-
-    text: str
 
 
 class Refusal(Struct, tag_field="type", tag="refusal"):
@@ -353,7 +349,10 @@ def _parts(content: Content, where: str) -> str | list[Any]:
 
 
 def _plain(pieces: Sequence[Piece]) -> str:
-    return "".join(
-        piece.refusal if isinstance(piece, Refusal) else getattr(piece, "text", "")
-        for piece in pieces
-    )
+    texts = []
+    for piece in pieces:
+        if isinstance(piece, _Words):
+            texts.append(piece.text)
+        elif isinstance(piece, Refusal):
+            texts.append(piece.refusal)
+    return "".join(texts)

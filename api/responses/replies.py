@@ -162,70 +162,60 @@ class PartEvent(Struct):
     content_index: int = 0
 
 
-class TextDelta(Struct):
-    """New text."""
+class _WithinItem(Struct):
+    """Where in the output, and when, something happens to an item."""
 
     sequence_number: int
     item_id: str
     output_index: int
+
+
+class TextDelta(_WithinItem):
+    """New text."""
+
     delta: str
     logprobs: list[ChatLogprob]
     content_index: int = 0
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
 
 
-class TextDone(Struct):
+class TextDone(_WithinItem):
     """All text of a part."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
     text: str
     logprobs: list[ChatLogprob]
     content_index: int = 0
     type: Literal["response.output_text.done"] = "response.output_text.done"
 
 
-class ThoughtDelta(Struct):
+class ThoughtDelta(_WithinItem):
     """New text of a thought."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
     delta: str
     content_index: int = 0
     type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
 
 
-class ThoughtDone(Struct):
+class ThoughtDone(_WithinItem):
     """All text of a thought."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
     text: str
     content_index: int = 0
     type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
 
 
-class ArgumentsDelta(Struct):
+class ArgumentsDelta(_WithinItem):
     """New text of a call's arguments."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
     delta: str
     type: Literal["response.function_call_arguments.delta"] = (
         "response.function_call_arguments.delta"
     )
 
 
-class ArgumentsDone(Struct):
+class ArgumentsDone(_WithinItem):
     """All text of a call's arguments."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
     name: str
     arguments: str
     type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"

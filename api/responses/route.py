@@ -13,11 +13,12 @@ from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
 from ..answers import answer, chat_logprobs, new_request_id, paceline_of, usage_of
+from ..models import check_model
 from ..problems import broken_body, decode, renamed, reply
 from ..replies import ChatLogprob, ErrorReply
 from ..schemas import AssistantMessage, FunctionCall, ToolCall
 from ..shape import Collected, Shape
-from ..translate import Order, chat_order, check_model
+from ..translate import Order, chat_order
 from .bodies import FIELDS, Asked, ResponsesRequest, understood
 from .replies import (
     ArgumentsDelta,

@@ -29,6 +29,16 @@ async def read_stream(client: TestClientProtocol, path: str, body: dict[str, Any
     return data
 
 
+def named_events(raw: bytes) -> list[Any]:
+    """Return the events of a stream in which each carries its type as its name."""
+    found = []
+    for block in raw.decode().strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 Serving = Callable[..., AbstractAsyncContextManager[tuple[TestClientProtocol, Stand]]]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import trio.testing
-from tests.api.conftest import Serving, read_stream
+from tests.api.conftest import Serving, named_events, read_stream
 from tests.api.test_tools import _ARGUMENTS, _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText, Nature
 
@@ -26,13 +26,7 @@ async def ask(client: Any, /, path: str = _PATH, **fields: Any) -> Any:
 async def events(client: Any, **fields: Any) -> list[Any]:
     """Return a stream's events, each under its own name."""
     body = {"messages": _ASK, "max_tokens": 200, "stream": True, **fields}
-    raw = await read_stream(client, _PATH, body)
-    found = []
-    for block in raw.decode().strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return named_events(await read_stream(client, _PATH, body))
 
 
 async def test_an_answer_is_a_message(

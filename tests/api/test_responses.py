@@ -7,7 +7,7 @@ import pytest
 import trio.testing
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tests.api.conftest import Serving, read_stream
+from tests.api.conftest import Serving, named_events, read_stream
 from tests.api.test_tools import _ARGUMENTS, _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
@@ -35,13 +35,9 @@ async def ask(client: Any, **fields: Any) -> Any:
 async def events(client: Any, **fields: Any) -> list[Any]:
     """Return a stream's events; each must be one of OpenAI's and carry its name."""
     raw = await read_stream(client, _PATH, {"input": "hello", "stream": True, **fields})
-    found = []
-    for block in raw.decode().strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    found = named_events(raw)
+    for event in found:
         _EVENT.validate_python(event)
-        found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 

@@ -30,7 +30,7 @@ from paceline.lanes.sampler import Logits
 from paceline.lanes.verify import Coupled, Draft, Spread, Verdict, spread
 from paceline.runtime import noise
 from paceline.runtime.context import RowContext, Sampling
-from paceline.runtime.grammar import Ids
+from paceline.runtime.exits import Ids
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode
 from paceline.runtime.text import Text

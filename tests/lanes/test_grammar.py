@@ -28,7 +28,7 @@ from paceline.lanes.choosing import ON_HOST, HostChooser
 from paceline.lanes.device import DeviceChooser
 from paceline.lanes.head import Head
 from paceline.lanes.verify import ACCEPTANCE
-from paceline.runtime import grammar
+from paceline.runtime import sources
 from paceline.runtime.context import RowContext, Sampling
 
 Made = tuple[Trunk, Head]
@@ -44,9 +44,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMS = (
-    grammar.json_schema(SCHEMA, "f"),
-    grammar.regex("[a-f]{5,9}", "f"),
-    grammar.choice(["yes", "no", "perhaps"], "f"),
+    sources.json_schema(SCHEMA, "f"),
+    sources.regex("[a-f]{5,9}", "f"),
+    sources.choice(["yes", "no", "perhaps"], "f"),
 )
 
 
@@ -139,7 +139,7 @@ def test_forced_tokens_are_drafted_and_accepted() -> None:
     """Where the form leaves one way, the head drafts it whatever it thinks, and it is accepted."""
     made = lockstep()
     lane = lane_of(made, 1)
-    forced = tiny_grammars().compile(grammar.choice(["one long and only way to say it"], "f"))
+    forced = tiny_grammars().compile(sources.choice(["one long and only way to say it"], "f"))
     asked = msgspec.structs.replace(context(3, Sampling(), 9, 60, frozenset({END})), grammar=forced)
     row = lane.open("row", asked)
     lane.prefill(row, 100)

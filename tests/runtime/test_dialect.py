@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from paceline.runtime.dialect import CALL_OPEN, Dialect, call_or, forced_call, strict_calls
 from paceline.runtime.errors import CallerError
-from paceline.runtime.grammar import json_object
+from paceline.runtime.sources import json_object
 from paceline.runtime.text import Detokenizer, Text
 
 _SAID = (

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.runtime import grammar
+from paceline.runtime import sources
 from paceline.runtime.errors import CallerError, RowError
-from paceline.runtime.grammar import Follower, Source, Thinking
+from paceline.runtime.grammar import Follower, Thinking
+from paceline.runtime.sources import Source
 from paceline.runtime.text import Text
 
 COLOUR = {
@@ -36,7 +37,7 @@ def _spell(text: Text, answer: str) -> list[int]:
 
 def test_only_what_the_schema_allows_may_come(text: Text) -> None:
     """Every token of a valid answer is allowed where it comes, and a wrong one is not."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     for token in _spell(text, '{"colour": "red"}'):
         assert token in _may(follower)
         assert _spell(text, "x")[0] not in _may(follower)
@@ -46,7 +47,7 @@ def test_only_what_the_schema_allows_may_come(text: Text) -> None:
 
 def test_looking_ahead_changes_nothing(text: Text) -> None:
     """What drafts would allow is what comes when they are committed, and is forgotten after."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     before = _may(follower)
     drafts = _spell(text, '{"colour": "b')
     seen = _may(follower, drafts)
@@ -59,7 +60,7 @@ def test_looking_ahead_changes_nothing(text: Text) -> None:
 
 def test_what_was_looked_at_leaves_no_trace(text: Text) -> None:
     """Two ways of one length behind the same tokens: the second has its own masks."""
-    follower = _follow(text, grammar.json_schema({"minProperties": 1}, "schema"))
+    follower = _follow(text, sources.json_schema({"minProperties": 1}, "schema"))
     for token in _spell(text, '{\n "data'):
         follower.take(token)
     brace, bracket = ([*_spell(text, f'": {c}'), *_spell(text, "\n   ")] for c in "{[")
@@ -73,7 +74,7 @@ def test_what_was_looked_at_leaves_no_trace(text: Text) -> None:
 
 def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None:
     """Behind a wrong draft or an end nothing may come, and the row itself is as it was."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     before = _may(follower)
     assert not _may(follower, _spell(text, "no"))
     assert not _may(follower, [*_spell(text, '{"colour": "red"}'), min(text.end_ids)])
@@ -82,14 +83,14 @@ def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None
 
 def test_a_token_against_the_grammar_ends_the_row(text: Text) -> None:
     """Committing what was not allowed is the row's own error."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     with pytest.raises(RowError, match="grammar cannot go on"):
         follower.take(_spell(text, "wrong")[0])
 
 
 def test_a_grammar_is_compiled_once(text: Text) -> None:
     """The same form asked for again is there already, and its rows do not know each other."""
-    source = grammar.json_schema(COLOUR, "schema")
+    source = sources.json_schema(COLOUR, "schema")
     one, other = text.grammars.compile(source), text.grammars.compile(source)
     assert one is other
     first, second = one.follow(), other.follow()
@@ -100,7 +101,7 @@ def test_a_grammar_is_compiled_once(text: Text) -> None:
 
 def test_twins_go_their_own_ways(text: Text) -> None:
     """A copy does not follow what its original commits."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     twin = follower.copy()
     before = _may(twin)
     follower.take(_spell(text, '{"')[0])
@@ -109,7 +110,7 @@ def test_twins_go_their_own_ways(text: Text) -> None:
 
 def test_blanks_cannot_go_on_for_ever(text: Text) -> None:
     """Between two tokens of JSON sixteen blanks may stand, and not one more."""
-    follower = _follow(text, grammar.json_schema(COLOUR, "schema"))
+    follower = _follow(text, sources.json_schema(COLOUR, "schema"))
     follower.take(_spell(text, "{")[0])
     blank = _spell(text, " ")[0]
     for _ in range(16):
@@ -121,11 +122,11 @@ def test_blanks_cannot_go_on_for_ever(text: Text) -> None:
 @pytest.mark.parametrize(
     ("source", "good", "bad"),
     [
-        (grammar.regex(r"[0-9]{3}-[a-z]+", "guided_regex"), "123-abc", "12-abc"),
-        (grammar.choice(["yes", "no", 'a "quoted" one'], "guided_choice"), "yes", "maybe"),
-        (grammar.written("start: /a+/ b\nb: /b+/", "guided_grammar"), "aab", "ba"),
-        (grammar.written('root ::= "x" y\ny ::= [0-9]+', "guided_grammar"), "x12", "12"),
-        (grammar.json_object("response_format"), '{"a": [1, null]}', "[1]"),
+        (sources.regex(r"[0-9]{3}-[a-z]+", "guided_regex"), "123-abc", "12-abc"),
+        (sources.choice(["yes", "no", 'a "quoted" one'], "guided_choice"), "yes", "maybe"),
+        (sources.written("start: /a+/ b\nb: /b+/", "guided_grammar"), "aab", "ba"),
+        (sources.written('root ::= "x" y\ny ::= [0-9]+', "guided_grammar"), "x12", "12"),
+        (sources.json_object("response_format"), '{"a": [1, null]}', "[1]"),
     ],
 )
 def test_every_way_to_ask_for_a_form(text: Text, source: Source, good: str, bad: str) -> None:
@@ -141,12 +142,12 @@ def test_every_way_to_ask_for_a_form(text: Text, source: Source, good: str, bad:
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        (grammar.json_schema({"not": {"type": "string"}}, "schema"), '"not"'),
-        (grammar.json_schema({"type": "array", "uniqueItems": True}, "schema"), '"uniqueItems"'),
-        (grammar.json_schema({"type": "colour"}, "schema"), "colour"),
-        (grammar.json_schema({"$ref": "#/$defs/none"}, "schema"), "none"),
-        (grammar.regex("(ab", "guided_regex"), "guided_regex"),
-        (grammar.written("start: missing", "guided_grammar"), "missing"),
+        (sources.json_schema({"not": {"type": "string"}}, "schema"), '"not"'),
+        (sources.json_schema({"type": "array", "uniqueItems": True}, "schema"), '"uniqueItems"'),
+        (sources.json_schema({"type": "colour"}, "schema"), "colour"),
+        (sources.json_schema({"$ref": "#/$defs/none"}, "schema"), "none"),
+        (sources.regex("(ab", "guided_regex"), "guided_regex"),
+        (sources.written("start: missing", "guided_grammar"), "missing"),
     ],
 )
 def test_what_cannot_be_enforced_is_named(text: Text, source: Source, named: str) -> None:
@@ -161,7 +162,7 @@ def test_what_cannot_be_enforced_is_named(text: Text, source: Source, named: str
 def test_a_schema_that_is_no_object_is_refused() -> None:
     """A schema must be an object, and what is wrong with it is said of its field."""
     with pytest.raises(CallerError, match="schema: a JSON schema must be an object"):
-        grammar.json_schema(["string"], "schema")
+        sources.json_schema(["string"], "schema")
 
 
 def test_lenient_leaves_out_what_it_cannot_enforce(text: Text) -> None:
@@ -173,15 +174,15 @@ def test_lenient_leaves_out_what_it_cannot_enforce(text: Text) -> None:
         "contains": {"type": "string", "format": "who-knows"},
     }
     with pytest.raises(CallerError):
-        text.grammars.compile(grammar.json_schema(odd, "tools"))
-    follower = _follow(text, grammar.json_schema(odd, "tools", lenient=True))
+        text.grammars.compile(sources.json_schema(odd, "tools"))
+    follower = _follow(text, sources.json_schema(odd, "tools", lenient=True))
     assert _may(follower, _spell(text, "[1, 1]"))
 
 
 def test_a_grammar_sleeps_while_the_model_thinks(text: Text) -> None:
     """Where the prompt began a thought, all may come until the thought is closed."""
     closes = tuple(_spell(text, "</think>"))
-    follower = _follow(text, grammar.json_object("f"), Thinking(None, closes))
+    follower = _follow(text, sources.json_object("f"), Thinking(None, closes))
     for token in _spell(text, "what a colour"):
         assert follower.allowed() is None
         follower.take(token)
@@ -196,7 +197,7 @@ def test_a_grammar_sleeps_while_the_model_thinks(text: Text) -> None:
 def test_a_model_that_may_think_may_begin_a_thought_or_answer(text: Text) -> None:
     """At the very front the opening mark is allowed beside the answer, and nowhere later."""
     opens, closes = _spell(text, "#")[0], tuple(_spell(text, "%%"))
-    follower = _follow(text, grammar.json_object("f"), Thinking(opens, closes))
+    follower = _follow(text, sources.json_object("f"), Thinking(opens, closes))
     assert opens in _may(follower)
     assert follower.allowed([opens]) is None
     brace = _spell(text, "{")[0]
@@ -229,7 +230,7 @@ TREE = {
 @pytest.mark.parametrize("wanders", [0, 7, 60])
 def test_an_answer_is_whole_within_its_budget(text: Text, schema: Any, wanders: int) -> None:
     """Whatever it does first, an answer ends as JSON before its budget cuts it."""
-    follower = _follow(text, grammar.json_schema(schema, "s"))
+    follower = _follow(text, sources.json_schema(schema, "s"))
     rng, budget = random.Random(wanders), 120
     said: list[int] = []
     while len(said) < budget:
@@ -248,7 +249,7 @@ def test_an_answer_is_whole_within_its_budget(text: Text, schema: Any, wanders: 
 
 def test_looking_ahead_knows_the_budget(text: Text) -> None:
     """What drafts would allow near the end is what comes when they are committed."""
-    follower, twin = (_follow(text, grammar.json_schema(LOOPS, "s")) for _ in range(2))
+    follower, twin = (_follow(text, sources.json_schema(LOOPS, "s")) for _ in range(2))
     for left in range(90, 0, -1):
         may = follower.allowed((), left)
         assert may is not None
@@ -265,12 +266,12 @@ def test_looking_ahead_knows_the_budget(text: Text) -> None:
 def test_objects_keep_to_the_properties_they_list(text: Text) -> None:
     """A model cannot make up properties, unless the schema says that it may."""
     listed = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
-    assert grammar.closed(listed) == {**listed, "additionalProperties": False}
+    assert sources.closed(listed) == {**listed, "additionalProperties": False}
     open_one = {**listed, "additionalProperties": True}
-    assert grammar.closed(open_one) == open_one
-    nested = grammar.closed({"type": "array", "items": listed})
+    assert sources.closed(open_one) == open_one
+    nested = sources.closed({"type": "array", "items": listed})
     assert nested["items"]["additionalProperties"] is False
     named = {"type": "object", "properties": {"properties": {"type": "object"}}}
-    assert grammar.closed(named) == {**named, "additionalProperties": False}
+    assert sources.closed(named) == {**named, "additionalProperties": False}
     for whole in ({"allOf": [listed]}, {**listed, "anyOf": [{}]}, {**listed, "$ref": "#"}):
-        assert grammar.closed(whole) == whole
+        assert sources.closed(whole) == whole
