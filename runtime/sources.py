@@ -126,7 +126,7 @@ def embedded(schema: Any, *, lenient: bool) -> str:
 
 
 def _style(lenient: bool) -> Any:
-    return {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
+    return {**_JSON_STYLE, "lenient": lenient}
 
 
 def one_line(text: str) -> str:

@@ -78,6 +78,8 @@ def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None
     before = _may(follower)
     assert not _may(follower, _spell(text, "no"))
     assert not _may(follower, [*_spell(text, '{"colour": "red"}'), min(text.end_ids)])
+    may_end = _follow(text, sources.regex("[a-z]+", "guided_regex"))
+    assert not _may(may_end, [*_spell(text, "ab"), min(text.end_ids)])
     assert _may(follower) == before
 
 
