@@ -1,5 +1,10 @@
 # The two commands a user needs are `make serve` and `make test`; each builds its own virtualenv.
-PYTHON ?= python3
+# PYTHON=python3.13 names the Python that makes it; without that one that exists is kept.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := python3
+else
+ASKED := --this-python
+endif
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
@@ -15,7 +20,12 @@ endif
 comma := ,
 DEV   := dev$(if $(EXTRAS),$(comma)$(EXTRAS))
 
-.PHONY: serve test test-clients check bench clean
+# Only versions that were tested together are installed, build tools included.
+TESTED  := constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+           --constraint $(TESTED) --build-constraint $(TESTED)
+
+.PHONY: serve test test-clients check bench upgrade clean FORCE
 
 serve: $(VENV)/.serve
 	$(BIN)/paceline serve $(ARGS)
@@ -36,16 +46,21 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/paceline bench $(ARGS)
 
+# Move constraints.txt to the newest versions that pyproject.toml allows, on every Python here
+upgrade: $(VENV)/.made
+	$(BIN)/python .ci/upgrade.py $(PYTHONS)
+
 clean:
 	rm -rf $(VENV) .clients build src/*.egg-info
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+# Touched only when it had to be made, or made anew
+$(VENV)/.made: FORCE
+	@$(PYTHON) .ci/venv.py $(VENV) $(TESTED) $(ASKED)
 
-$(VENV)/.serve: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
+$(VENV)/.serve: $(VENV)/.made pyproject.toml $(TESTED)
+	$(INSTALL) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	touch $@
 
-$(VENV)/.dev: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[$(DEV)]'
+$(VENV)/.dev: $(VENV)/.made pyproject.toml $(TESTED)
+	$(INSTALL) --editable '.[$(DEV)]'
 	touch $@ $(VENV)/.serve
