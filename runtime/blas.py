@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from .cache import cache_dir
+from .limits import cores, usable_cores
 
 _PRODUCTS: Final = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 _PREFIX: Final = "scipy_"
@@ -46,6 +47,9 @@ def preload(enabled: bool = True) -> Blas:
     # An idle OpenBLAS worker spins for 2^26 cycles by default, on a core the server needs; 2^4
     # made steps 3 to 6 % faster here (docs/performance.md).
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    if (allowed := cores()) < usable_cores():
+        # OpenBLAS counts the cores of its affinity; those past a quota only make the rest wait.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(allowed))
     reasons = []
     for attempt in (_from_wheel, _from_system):
         try:

@@ -1,7 +1,6 @@
 """Model files to a loaded model, and the card that says what it is."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ from mlx_lm.utils import _get_classes as get_classes
 from mlx_lm.utils import load_model
 
 from .errors import ModelError
+from .limits import memory_limit
 from .starter import NAME as STARTER_NAME
 from .starter import ensure_starter
 
@@ -171,9 +171,12 @@ def _choose_dtype(asked: str, device: str, net: nn.Module) -> tuple[mx.Dtype | N
         return _DTYPES[asked], "asked for"
     if device == "gpu":
         return None, "fastest on a GPU as stored"
-    needed, free = 4 * _parameter_count(net), _memory_bytes()
-    if needed > free // 2:
-        return None, f"float32 would be fastest on a CPU but needs {needed >> 30} GiB"
+    needed, limit = 4 * _parameter_count(net), memory_limit()
+    if needed > limit.bytes // 2:
+        return None, (
+            f"float32 would be fastest on a CPU but needs {needed / 2**30:.1f} GiB, more than half "
+            f"of the {limit.bytes / 2**30:.1f} GiB it may use ({limit.source})"
+        )
     return mx.float32, "fastest on a CPU: the only type whose products run on BLAS"
 
 
@@ -283,7 +286,3 @@ def _parameter_count(net: nn.Module) -> int:
             packed = isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
             total += value.size * (32 // module.bits if packed and name == "weight" else 1)
     return total
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
