@@ -1,21 +1,23 @@
 """`paceline bench`: load servers over HTTP, interleaved, and print what each of them did."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .bench_load import Round, run_round
 from .bench_targets import KINDS, Target, external, spawn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _DEFAULT_TARGETS: Final = "serial,ar_batch"
 
@@ -64,6 +66,8 @@ def command(
     Every round runs each target at each concurrency once, so that what else the machine does
     falls on all of them; the median over rounds is reported. Compare ratios within one run.
     """
+    from rich.console import Console
+
     console = Console(stderr=True)
     widths = [int(n) for n in concurrency.split(",")]
     with ExitStack() as servers:
@@ -86,6 +90,8 @@ def _measure(
     temperature: float,
     console: Console,
 ) -> list[Cell]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     seen: dict[tuple[str, int], list[Round]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -129,6 +135,9 @@ def _rank(ordered: list[float], share: float) -> float:
 
 
 def _print(cells: list[Cell]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     first = {cell.concurrency: cell.tokens_per_s for cell in reversed(cells)}
     table = Table(
         *("target", "requests", "tokens/s", "ratio"),

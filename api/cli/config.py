@@ -1,19 +1,21 @@
 """`paceline config`: read and write the settings file, and see where each value comes from."""
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
-import tomlkit
-from rich.console import Console
-from rich.table import Table
 
 from ...runtime.errors import SettingsError
 from ...runtime.settings import DEFAULTS, config_path, help_text, parse, resolve
+
+if TYPE_CHECKING:
+    import tomlkit
 
 
 @click.group("config")
@@ -39,6 +41,9 @@ def show(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1, default=str))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("setting", "value", "from", "meaning", box=None)
     for name, row in rows.items():
         table.add_row(name, str(row["value"]), row["from"], help_text(name))
@@ -89,12 +94,16 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def _read() -> tomlkit.TOMLDocument:
+    import tomlkit
+
     file = config_path()
     return tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
 
 
 def _write(document: tomlkit.TOMLDocument) -> None:
     """Check the whole file as the server would, then put it in place in one move."""
+    import tomlkit
+
     file = config_path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

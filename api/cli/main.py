@@ -20,7 +20,11 @@ from ...runtime.errors import (
 
 
 class House(click.Group):
-    """Commands in the order a newcomer needs them, each imported only when it is used."""
+    """Commands in the order a newcomer needs them, each imported only when it is used.
+
+    Help and completion import all of them, so a command imports MLX, trio, the web framework and
+    the like only where it runs.
+    """
 
     names = ("serve", "health", "models", "pull", "config", "doctor", "inspect", "bench")
 
@@ -73,6 +77,8 @@ def _explained(error: BaseException) -> int:
                 return _say(single, EXIT_MODEL)
             case OSError() if single.errno is not None:
                 return _say(single, EXIT_PORT)
+            case ImportError():
+                return _say(f"{single}; `paceline doctor` names packages that do not fit", 1)
     raise error
 
 

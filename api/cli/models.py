@@ -5,10 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-
-from ...runtime.starter import NAME, starter_dir
 
 
 @click.command("models")
@@ -22,6 +18,9 @@ def command(as_json: bool) -> None:
     if not rows:
         click.echo("no model is here yet; `paceline pull` fetches the starter model")
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("model", "size", "where", box=None)
     for row in rows:
         table.add_row(row["model"], f"{row['bytes'] / 1e6:,.0f} MB", row["path"])
@@ -29,6 +28,8 @@ def command(as_json: bool) -> None:
 
 
 def _starter() -> list[dict[str, Any]]:
+    from ...runtime.starter import NAME, starter_dir
+
     path = starter_dir()
     if not path.exists():
         return []

@@ -1,15 +1,16 @@
 """`paceline serve`: load a model and serve it until a signal."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import click
-import trio
 
-from ...actors.house import House
-from ...runtime import blas, log
 from ...runtime.settings import resolve
-from ..server import run_server
 from .options import given, settings_options
+
+if TYPE_CHECKING:
+    from ...actors.house import House
 
 
 @click.command("serve")
@@ -17,11 +18,16 @@ from .options import given, settings_options
 def command(**flags: Any) -> None:
     """Serve a model at http://HOST:PORT/v1 (defaults in brackets)."""
     args = resolve(given(flags)).args
+    from ...runtime import blas, log
+
     log.configure(args.log_level, args.log_format)
     products = blas.preload(
         args.fast_blas
     )  # before anything imports MLX, the starter's converter included
+    import trio
+
     from ...runtime.model import find_model
+    from ..server import run_server
 
     path = find_model(args.model)
     trio.run(run_server, args, path, products, announce)
