@@ -1,6 +1,6 @@
 """What a checkpoint is, which lanes it gets, and what they were seen to do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +27,19 @@ _ASKS: Final = (
     "Give me three ideas for a rainy day.",
     "Why is the sky blue?",
 )
-_TEMPERATURES: Final = (0.0, 0.7, 1.0)
 _DEEPEST: Final = 4
 _NUMERICS_DEPTH: Final = 2
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """How much is measured: tokens of each of the eight requests, and at which temperatures."""
+
+    tokens: int
+    temperatures: tuple[float, ...]
+
+
+QUICK: Final = Effort(8, (0.0, 1.0))
+THOROUGH: Final = Effort(32, (0.0, 0.7, 1.0))
 
 
 class LaneReport(msgspec.Struct, frozen=True):
@@ -78,6 +88,7 @@ class Inspection(msgspec.Struct, frozen=True):
     row_bytes_per_token: float
     acceptance: list[AcceptanceReport]
     numerics: list[NumericsReport]
+    effort: Effort
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -86,29 +97,36 @@ class Checkpoint(msgspec.Struct, frozen=True):
     path: Path
     dtype: str
     device: str
-    tokens: int
 
     def load(self) -> LoadedModel:
         """Load it once more."""
         return load(self.path, self.dtype, self.device, 0, "")
 
 
-def inspect(checkpoint: Checkpoint) -> Inspection:
+def inspect(checkpoint: Checkpoint, effort: Effort, say: Callable[[str], None]) -> Inspection:
     """Load a checkpoint, try every lane on it, and measure those that install.
+
+    Args:
+        say: Is told each stage in a few words as it begins.
 
     Raises:
         ModelError: When the model cannot be loaded, or not even a lone row can run.
     """
+    say("loading the model")
     model = checkpoint.load()
+    say("trying lanes without drafts (ar)")
     plain, plain_reports = _try(model, Mode.AR_BATCH, "ar")
+    say("trying lanes that draft (mtp)")
     drafting, drafting_reports = _try(checkpoint.load(), Mode.MTP_BATCH, "mtp")
+    say("trying branches (hyper)")
     _, branching_reports = _try(checkpoint.load(), Mode.HYPER, BRANCHING)
     installed = drafting or plain
     if installed is None:
+        say("trying a lone row (serial)")
         installed = install(checkpoint.load(), Wanted(Mode.SERIAL))
         plain_reports = _reports(installed, plain_reports)
     text = Text(model.card.path, model.card.end_ids)
-    rows = _contexts(text, checkpoint.tokens, 0.0)
+    rows = _contexts(text, effort.tokens, 0.0)
     return Inspection(
         card=model.card,
         arithmetic=installed.arithmetic,
@@ -116,8 +134,9 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         head=drafting.head if drafting else drafting_reports[0].why_not,
         lanes=[*plain_reports, *drafting_reports, branching_reports[-1]],
         row_bytes_per_token=_row_bytes(installed.lanes[0], rows[0]),
-        acceptance=_acceptance(drafting, text, checkpoint.tokens) if drafting else [],
-        numerics=_numerics(checkpoint, drafting, rows) if drafting else [],
+        acceptance=_acceptance(drafting, text, effort, say) if drafting else [],
+        numerics=_numerics(checkpoint, drafting, rows, say) if drafting else [],
+        effort=effort,
     )
 
 
@@ -155,22 +174,31 @@ def _row_bytes(lane: Lane, context: RowContext) -> float:
     return size
 
 
-def _acceptance(drafting: Installed, text: Text, tokens: int) -> list[AcceptanceReport]:
+def _acceptance(
+    drafting: Installed, text: Text, effort: Effort, say: Callable[[str], None]
+) -> list[AcceptanceReport]:
     found = []
-    for temperature in _TEMPERATURES:
+    for temperature in effort.temperatures:
+        say(f"measuring how many drafts are accepted at temperature {temperature:g}")
         meter = Meter()
-        _run(drafting.lanes[-1], _contexts(text, tokens, temperature), _DEEPEST, meter)
+        _run(drafting.lanes[-1], _contexts(text, effort.tokens, temperature), _DEEPEST, meter)
         kept = 1 + (meter.mean_accepted or 0.0)
         found.append(AcceptanceReport(temperature, meter.acceptance_by_depth, kept))
     return found
 
 
 def _numerics(
-    checkpoint: Checkpoint, drafting: Installed, rows: list[RowContext]
+    checkpoint: Checkpoint,
+    drafting: Installed,
+    rows: list[RowContext],
+    say: Callable[[str], None],
 ) -> list[NumericsReport]:
+    say("measuring numerics: each request alone")
     alone = [_run(drafting.lanes[0], [row], 0, Meter())[0] for row in rows]
+    say("measuring numerics: throughput")
     found = [_compare(drafting, "throughput", rows, alone)]
     for numerics in (BALANCED, B1_EXACT):
+        say(f"measuring numerics: {numerics}")
         installed = install(checkpoint.load(), Wanted(Mode.MTP_BATCH, numerics=numerics))
         found.append(_compare(installed, numerics, rows, alone))
     return found

@@ -149,7 +149,7 @@ def test_every_numerics_and_acceptance_serves(tiny: dict[str, Path], tmp_path: P
 
 def test_inspect_says_what_a_checkpoint_gets(tiny: dict[str, Path]) -> None:
     """With a head seven lanes install and are measured; without one three do, four say why."""
-    done = _paceline("inspect", str(tiny["headed"]), "--tokens", "6", "--json")
+    done = _paceline("inspect", str(tiny["headed"]), "--thorough", "--tokens", "6", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = [f"{kind}-b{g}" for kind in ("ar", "mtp") for g in (1, 3, 8)]
@@ -162,7 +162,23 @@ def test_inspect_says_what_a_checkpoint_gets(tiny: dict[str, Path]) -> None:
     done = _paceline("inspect", str(tiny["plain"]), "--tokens", "6")
     assert done.returncode == 0, done.stderr
     assert "no mtp.* weights" in done.stdout.replace("\n", " ")
+    assert "inspect" not in done.stdout
     assert _paceline("inspect", "/nowhere").returncode == 3
+
+
+def test_inspect_is_quick_unless_asked_and_tells_each_stage(tiny: dict[str, Path]) -> None:
+    """Stages go to standard error, one a line and in order; the result alone to the other."""
+    done = _paceline("inspect", str(tiny["headed"]), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["effort"] == {"tokens": 8, "temperatures": [0.0, 1.0]}
+    assert [row["temperature"] for row in found["acceptance"]] == [0.0, 1.0]
+    assert [row["numerics"] for row in found["numerics"]] == ["throughput", "balanced", "b1-exact"]
+    stages = ["loading", "(ar)", "(mtp)", "(hyper)", "temperature 0", "temperature 1"]
+    stages += ["alone", "throughput", "balanced", "b1-exact", "--thorough"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("paceline inspect:")]
+    assert len(lines) == len(stages)
+    assert all(stage in line for stage, line in zip(stages, lines, strict=True))
 
 
 def test_hyper_serves_one_request_on_its_own_branches(
