@@ -1,7 +1,6 @@
 """`paceline doctor`: what this machine has, and what stands in the way of serving fast."""
 
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -11,15 +10,14 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
 from ... import __version__
 from ...runtime import blas
 from ...runtime.cache import cache_dir
 from ...runtime.errors import SettingsError
+from ...runtime.limits import cores, memory_limit, usable_cores
 from ...runtime.settings import ServerArgs, config_path, resolve
-from ...runtime.starter import starter_dir
-from ..server import check_port
+from .versions import differences, tested_versions
 
 
 class Finding(msgspec.Struct):
@@ -38,17 +36,13 @@ def command(as_json: bool) -> None:
     products = blas.preload(args.fast_blas)
     findings += [
         _versions(),
+        *_differences(),
         Finding("blas", "ok" if products.fast else "warn", f"{products.name}: {products.detail}"),
         _guarded("device", lambda: _device(products.fast)),
+        _memory(args),
         _guarded("cache", _cache),
-        Finding(
-            "starter model",
-            "ok",
-            str(starter_dir())
-            if starter_dir().exists()
-            else "not fetched yet (93 MB on first use)",
-        ),
-        _port(args),
+        _starter(),
+        _guarded("port", lambda: _port(args)),
     ]
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(findings), indent=1))
@@ -77,15 +71,44 @@ def _versions() -> Finding:
     return Finding("versions", "ok", ", ".join(found) + f" on {sys.platform} {platform.machine()}")
 
 
+def _differences() -> list[Finding]:
+    """Return a line for each package that is not what was tested, or one when all are."""
+    try:
+        tested = tested_versions()
+        found = differences(tested)
+    except PackageNotFoundError:
+        return [Finding("packages", "warn", "paceline is not installed, so nothing is compared")]
+    if not found:
+        return [Finding("packages", "ok", "all are the versions that were tested together")]
+    return [Finding("packages", "warn" if one.allowed else "bad", str(one)) for one in found]
+
+
 def _device(fast: bool) -> Finding:
     from ...lanes.probe import product_speed
 
     device, gflops = product_speed()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allowed, usable = cores(), usable_cores()
+    quota = f" of {usable} by a control group's quota" if allowed < usable else ""
     verdict = "ok" if fast or device == "gpu" else "warn"
-    return Finding(
-        "device", verdict, f"{device}, {cores} cores, float32 products {gflops:.0f} GFLOP/s"
-    )
+    seen = f"{device}, {allowed} cores{quota}, float32 products {gflops:.0f} GFLOP/s"
+    return Finding("device", verdict, seen)
+
+
+def _memory(args: ServerArgs) -> Finding:
+    limit = memory_limit()
+    seen = f"{limit.bytes / 2**30:.1f} GiB may be used ({limit.source})"
+    if args.prefix_cache_bytes > limit.bytes // 2:
+        kept = f"prefix_cache_bytes lets {args.prefix_cache_bytes / 2**30:.1f} GiB be kept"
+        return Finding("memory", "warn", f"{seen}, and {kept}; lower it")
+    return Finding("memory", "ok", seen)
+
+
+def _starter() -> Finding:
+    from ...runtime.starter import starter_dir
+
+    here = starter_dir().exists()
+    seen = str(starter_dir()) if here else "not fetched yet (93 MB on first use)"
+    return Finding("starter model", "ok", seen)
 
 
 def _cache() -> Finding:
@@ -97,6 +120,8 @@ def _cache() -> Finding:
 
 
 def _port(args: ServerArgs) -> Finding:
+    from ..server import check_port
+
     try:
         check_port(args)
     except OSError as error:
@@ -112,8 +137,12 @@ def _guarded(topic: str, look: Callable[[], Finding]) -> Finding:
 
 
 def _print(findings: list[Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console()
     colours = {"ok": "green", "warn": "yellow", "bad": "red"}
     for finding in findings:
         colour = colours[finding.verdict]
-        console.print(f"[{colour}]{finding.verdict:>4}[/] [bold]{finding.topic}[/]: {finding.seen}")
+        head = f"[{colour}]{finding.verdict:>4}[/] [bold]{finding.topic}[/]: "
+        console.print(head + escape(finding.seen), soft_wrap=True)
