@@ -192,6 +192,7 @@ def _build(
 ) -> Engine:
     """Load and check everything; runs in the device thread, which owns every array from here."""
     began = time.perf_counter()
+    logger().info("owner.loading", path=str(path), mode=args.scheduler_mode.value)
     # These import MLX, which must find the BLAS already there.
     from ..lanes.install import Wanted, install
     from ..runtime.model import load

@@ -4,7 +4,6 @@ A client that stops reading is cut after `client_stall_s`; hypercorn's own sende
 for it for ever, even past SIGTERM.
 """
 
-import os
 import resource
 import signal
 import socket
@@ -26,12 +25,11 @@ from ..actors.house import House, open_house
 from ..runtime.blas import Blas
 from ..runtime.log import logger
 from ..runtime.settings import ServerArgs
+from ..runtime.shutdown import EXIT_SECOND_SIGNAL, EXIT_STUCK, STOP_SIGNALS, leave, signalled
 from .app import make_app
 
 _GRACE_SECONDS: Final = 2.0  # hypercorn's own, after the drain: only idle connections are left
 _MARGIN_SECONDS: Final = 10.0  # over everything that is bounded, before the watchdog
-_SECOND_SIGNAL: Final = 130
-_STUCK: Final = 75
 _FILES: Final = 8192  # open files wanted: one a connection
 
 
@@ -87,30 +85,41 @@ class HypercornLog:
         """Say nothing: request events say more."""
 
     async def debug(self, message: str, *args: Any, **_: Any) -> None:
-        self._log.debug("hypercorn", message=message % args if args else message)
+        self._log.debug("hypercorn", message=_filled(message, args))
 
     async def info(self, message: str, *args: Any, **_: Any) -> None:
-        self._log.debug("hypercorn", message=message % args if args else message)
+        self._log.debug("hypercorn", message=_filled(message, args))
 
     async def warning(self, message: str, *args: Any, **_: Any) -> None:
-        self._log.warning("hypercorn", message=message % args if args else message)
+        self._log.warning("hypercorn", message=_filled(message, args))
 
     async def error(self, message: str, *args: Any, **_: Any) -> None:
-        self._log.error("hypercorn", message=message % args if args else message)
+        self._log.error("hypercorn", message=_filled(message, args))
 
     async def exception(self, message: str, *args: Any, **_: Any) -> None:
         gone = (trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError)
         level = self._log.debug if isinstance(sys.exc_info()[1], gone) else self._log.error
-        level("hypercorn", message=message % args if args else message, exc_info=True)
+        level("hypercorn", message=_filled(message, args), exc_info=True)
+
+
+def _filled(message: str, args: tuple[Any, ...]) -> str:
+    try:
+        return message % args if args else message
+    except (TypeError, ValueError):  # arguments that do not fit must not end a connection
+        return f"{message} {args!r}"
 
 
 async def run_server(
     args: ServerArgs, path: Path, products: Blas, announce: Callable[[str, House], None]
 ) -> None:
-    """Load, serve until a signal, drain, and return.
+    """Load, serve until a signal, drain, and return; a signal during the load ends it at once.
+
+    A program of one's own that calls this should leave by `runtime.shutdown.leave`: a normal end
+    of the interpreter can abort while MLX's threads live, and a load that was given up goes on
+    in its thread.
 
     Args:
-        announce: Called with the base URL once the port is open.
+        announce: Called with the base URL once the port is open; must not block.
 
     Raises:
         ModelError: The model or a lane was refused; the port never opened.
@@ -119,12 +128,40 @@ async def run_server(
     """
     _raise_file_limit()
     check_port(args)
-    stop = trio.Event()
+    stop = Stop()
     async with trio.open_nursery() as nursery:
         await nursery.start(_watch_signals, stop, args)
-        async with open_house(args, path, products) as house:
-            await serve_house(house, stop, announce)
+        with stop.gives_up_load():
+            async with open_house(args, path, products) as house:
+                stop.loaded()
+                await serve_house(house, stop.asked, announce)
         nursery.cancel_scope.cancel(reason="served")
+    logger().info("server.stopped")
+
+
+class Stop:
+    """The wish to stop: it cancels a load, and drains a server that serves."""
+
+    def __init__(self) -> None:
+        self.asked = trio.Event()
+        self._load: trio.CancelScope | None = None
+
+    def gives_up_load(self) -> trio.CancelScope:
+        """Return the scope to load in."""
+        self._load = trio.CancelScope()
+        if self.asked.is_set():
+            self._load.cancel(reason="a signal before the load")
+        return self._load
+
+    def loaded(self) -> None:
+        """From here on a wish to stop leaves what is served to its drain."""
+        self._load = None
+
+    def ask(self) -> None:
+        """Stop, as far as things have got."""
+        self.asked.set()
+        if self._load is not None:
+            self._load.cancel(reason="a signal during the load")
 
 
 async def serve_house(
@@ -148,7 +185,6 @@ async def serve_house(
         await stop.wait()
         await house.drain(args.drain_timeout_s)
         closed.set()
-    logger().info("server.stopped")
 
 
 def _config(args: ServerArgs) -> Config:
@@ -165,20 +201,22 @@ def _config(args: ServerArgs) -> Config:
 
 
 async def _watch_signals(
-    stop: trio.Event,
+    stop: Stop,
     args: ServerArgs,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Stop gently on the first SIGTERM or SIGINT, at once on the second."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        if signalled():  # between the start and here
+            stop.ask()
         task_status.started()
         async for number in signals:
-            if stop.is_set():
-                os._exit(_SECOND_SIGNAL)
             logger().info("server.signal", signal=signal.Signals(number).name)
-            stop.set()
+            if stop.asked.is_set():
+                leave(EXIT_SECOND_SIGNAL)
+            stop.ask()
             limit = args.drain_timeout_s + args.client_stall_s + _MARGIN_SECONDS
-            watchdog = threading.Timer(limit, os._exit, (_STUCK,))
+            watchdog = threading.Timer(limit, leave, (EXIT_STUCK,))
             watchdog.daemon = True
             watchdog.start()
 

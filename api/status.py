@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from quart import Response
 
 from ..actors.house import House
+from ..runtime.log import dropped
 from ..runtime.modes import EXPERIMENTAL, Mode
 from .problems import reply
 
@@ -36,6 +37,7 @@ class StatusPage:
             "status": status,
             "model": msgspec.to_builtins(self._house.served),
             "open_requests": self._house.open_requests,
+            "log_lines_dropped": dropped(),
             "scheduler": self._scheduler(),
         }
         return reply(200 if status == "ok" else 503, body)
@@ -158,6 +160,7 @@ class _MeterCollector(Collector):
             "cohorts_sealed": ("Cohorts sealed", meter.cohorts_sealed),
             "drafted_tokens": ("Tokens drafted", meter.drafted_tokens),
             "accepted_tokens": ("Drafted tokens that were accepted", meter.accepted_tokens),
+            "log_lines_dropped": ("Lines of the log that could not be written", dropped()),
         }
         for name, (text, total) in counters.items():
             yield CounterMetricFamily(f"paceline_{name}", text, total)

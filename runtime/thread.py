@@ -82,7 +82,11 @@ class DeviceThread(Generic[M, R]):
         publish: Callable[[R], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Start the thread and stay until it ends; see `Device.run`."""
+        """Start the thread and stay until it ends; see `Device.run`.
+
+        Cancelled while the loop is built, it leaves the thread behind, since nothing can hurry
+        that; `stuck` says so. The thread ends itself once the loop is built.
+        """
         self._publish = publish
         self._token = trio.lowlevel.current_trio_token()
         self._thread.start()
@@ -95,7 +99,8 @@ class DeviceThread(Generic[M, R]):
                 raise self._error
         finally:
             self._inbox.put(None)
-            with trio.move_on_after(JOIN_SECONDS, shield=True) as waiting:
+            patience = JOIN_SECONDS if self._ready.is_set() else 0.0
+            with trio.move_on_after(patience, shield=True) as waiting:
                 await self._ended.wait()
             self.stuck = waiting.cancelled_caught
             if not self.stuck:

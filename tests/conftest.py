@@ -15,7 +15,21 @@ log.configure("error", "json")
 from paceline.lanes.install import Installed, Wanted, install
 from paceline.runtime.model import LoadedModel, find_model, load
 from paceline.runtime.modes import Mode
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
+
+_session: list[pytest.Session] = []
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    _session.append(session)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Leave as paceline does: these tests have MLX's threads in their process, too."""
+    if _session:
+        leave(int(_session[0].exitstatus))
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def command(**flags: Any) -> None:
     """Serve a model at http://HOST:PORT/v1 (defaults in brackets)."""
     args = resolve(given(flags)).args
-    from ...runtime import blas, log
+    from ...runtime import blas, log, shutdown
 
     log.configure(args.log_level, args.log_format)
+    log.capture()
     products = blas.preload(
         args.fast_blas
     )  # before anything imports MLX, the starter's converter included
@@ -30,13 +31,16 @@ def command(**flags: Any) -> None:
     from ..server import run_server
 
     path = find_model(args.model)
+    shutdown.hand_over()
     trio.run(run_server, args, path, products, announce)
 
 
 def announce(url: str, house: House) -> None:
     """Say on standard output that the server is up, and what to try."""
+    from ...runtime import log
+
     name = house.served.name
-    click.echo(
+    log.say(
         f"\npaceline serves {name} ({house.args.scheduler_mode.value}) at {url}/v1\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{name}", "stream": true, '

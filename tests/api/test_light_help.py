@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from paceline.api.cli.main import House
+from paceline.api.cli.commands import House
 
 HEAVY: Final = frozenset(
     {"anyio", "flask", "huggingface_hub", "hypercorn", "jinja2", "llguidance", "mlx", "mlx_lm"}
@@ -16,7 +16,7 @@ HEAVY: Final = frozenset(
 )
 _RUN: Final = """
 import json, sys
-from paceline.api.cli.main import cli
+from paceline.api.cli.commands import cli
 try:
     cli(sys.argv[1:], standalone_mode=False)
 finally:

@@ -49,6 +49,11 @@ def _events(server: Server) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.log.read_text().splitlines()]
 
 
+def _logged(server: Server, event: str, request_id: str) -> bool:
+    """Whether the log has it; its thread writes when it gets to it."""
+    return any(e["event"] == event and e.get("request_id") == request_id for e in _events(server))
+
+
 def _paceline(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "paceline.api.cli.main", *words],
@@ -130,6 +135,7 @@ def test_a_request_and_its_cohorts_can_be_followed_by_id(server: Server) -> None
         answer = _stream(stack, server, {**_LONG, "max_tokens": 5})
         request_id = answer.headers["x-request-id"]
         answer.read()
+    _wait_until(lambda: _health(server) and _logged(server, "request.finished", request_id))
     events = _events(server)
     own = [e["event"] for e in events if e.get("request_id") == request_id]
     assert own == [
@@ -189,6 +195,76 @@ def test_a_second_signal_ends_at_once(starter_path: Path, tmp_path: Path) -> Non
         server.process.send_signal(signal.SIGINT)
         _wait_until(lambda: _health(server)["status"] == "draining")
         assert server.stop(signal.SIGINT, timeout=10) == 130
+
+
+_NEVER_LOADS = """
+import threading
+from paceline.runtime import blas
+blas.preload()
+from paceline.runtime import model
+model.load = lambda *_: threading.Event().wait()
+from paceline.api.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_load_ends_at_once(tmp_path: Path, number: int) -> None:
+    """With a load that never ends the server still ends, with 0, and never opened its port."""
+    (tmp_path / "config.json").write_text("{}")
+    words = [sys.executable, "-c", _NEVER_LOADS, "serve", "--port", "0", "--model", str(tmp_path)]
+    process = subprocess.Popen(
+        [*words, "--log-format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            assert process.stderr is not None
+            while json.loads(process.stderr.readline())["event"] != "owner.loading":
+                pass
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert out == ""
+    events = [json.loads(line)["event"] for line in err.splitlines()]
+    assert events == ["server.signal", "server.stopped"]
+
+
+def test_a_server_outlives_the_readers_of_its_output(starter_path: Path, tmp_path: Path) -> None:
+    """Standard output closed from the start and a log whose reader goes: it serves and counts."""
+    reads, writes = os.pipe()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "paceline.api.cli.main", "serve", "--port", str(port)]
+    process = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words, "--log-format", "json"], stderr=writes
+    )
+    os.close(writes)
+    try:
+        with os.fdopen(reads) as reader:
+            while "owner.started" not in reader.readline():
+                pass
+        server = Server(process, f"http://127.0.0.1:{port}", tmp_path)  # type: ignore[arg-type]
+        _wait_until(lambda: _is_up(port))
+        for _ in range(3):
+            answer = _post(server, {**_LONG, "max_tokens": 3}).getresponse()
+            assert answer.status == 200
+            answer.read()
+        assert _health(server)["log_lines_dropped"] > 0
+        assert server.stop(signal.SIGTERM) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_up(port: int) -> bool:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            return True
+    threading.Event().wait(0.05)
+    return False
 
 
 _BREAKS = """
