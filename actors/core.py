@@ -255,9 +255,10 @@ class Core:
             if cohort.rows == rows and cohort.lane == steps.lane:
                 return cohort
         for old in list(self._cohorts):
+            if old.rows == rows:
+                continue  # on another lane, and the two are tried in turns: both last
             if not self._policy.keeps_cohorts or set(old.rows) & set(rows):
-                reason = "lane changed" if old.rows == rows else "rows changed"
-                self._dissolve(old, reason, now)
+                self._dissolve(old, "rows changed", now)
         self._sealed += 1
         cohort = Cohort(f"cohort-{self._sealed}", rows, steps.geometry, steps.lane, now)
         self._cohorts.append(cohort)

@@ -6,7 +6,6 @@ take its tokens runs out of credits instead.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import trio
 
@@ -16,16 +15,15 @@ from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
 from ..runtime.thread import Device
+from .cohort_log import CohortLog
 from .messages import (
     Admit,
     Admitted,
-    CohortDissolved,
     CohortSealed,
     Failed,
     Grant,
     Lease,
     Leave,
-    Note,
     OwnerMessage,
     RowMessage,
     Turn,
@@ -55,6 +53,7 @@ class ModelOwner:
         self._device = device
         self._meter = meter
         self._log = logger().bind(mode=mode)
+        self._cohorts = CohortLog(self._log)
         self._places = places
         self._room = places + max_queue
         self._clock = clock
@@ -168,7 +167,10 @@ class ModelOwner:
         """Hand out one turn; runs in trio's thread between tasks."""
         self._count(turn)
         for note in turn.notes:
-            self._note(note)
+            if isinstance(note, CohortSealed):
+                self._meter.saw_cohort(len(note.rows))
+            self._cohorts.note(note, self._clock())
+        self._cohorts.sum_up(self._clock(), not turn.active_rows)
         for message in turn.messages:
             if isinstance(message, Admitted):
                 self._meter.saw_wait(message.queue_wait_s)
@@ -198,35 +200,7 @@ class ModelOwner:
         self._meter.cached_tokens += turn.cached_tokens
         self._meter.saw_rows(turn.active_rows, turn.queue_depth, turn.state, self._clock())
 
-    def _note(self, note: Note) -> None:
-        fields: dict[str, Any] = {
-            "cohort_id": note.cohort_id,
-            "lane": note.lane,
-            "geometry": note.geometry,
-            "rows": note.rows,
-            "real_width": len(note.rows),
-        }
-        match note:
-            case CohortSealed():
-                self._meter.saw_cohort(len(note.rows))
-                self._log.info("cohort.sealed", **fields, request_ids=note.requests)
-            case CohortDissolved():
-                self._log.info(
-                    "cohort.dissolved",
-                    **fields,
-                    steps=note.steps,
-                    tokens=note.tokens,
-                    acceptance=_share(note.accepted, note.drafted),
-                    depths=note.depths,
-                    duration_s=round(note.duration_s, 6),
-                    reason=note.reason,
-                )
-
     def _retry_after(self) -> int:
         """Guess when a place frees: the median of recent waits, within 1 and 60 seconds."""
         p50 = self._meter.queue_wait.p50 or 1.0
         return max(1, min(60, round(p50)))
-
-
-def _share(accepted: int, drafted: int) -> float | None:
-    return round(accepted / drafted, 4) if drafted else None
