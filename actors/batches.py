@@ -7,7 +7,7 @@ from typing import Final
 from ..lanes.geometry import geometry_for
 from ..runtime.modes import Pace
 from .reader import Reader
-from .scene import PARKED_MAX, Choice, RowView, Scene, first_come, span_class
+from .scene import Choice, RowView, Scene, first_come, span_class
 
 _PROBE: Final = 64  # rounds after which the other way of forming cohorts is tried once
 _PATIENCE: Final = 8.0  # tokens of a row's budget that one second of waiting is worth
@@ -23,9 +23,14 @@ class BatchPolicy:
         self._wait_s = pace.batch_wait_ms / 1000
         self._reader = Reader(pace, share, tile)
 
+    @property
+    def places(self) -> int:
+        """Rows that step together."""
+        return self._width
+
     def admit(self, queued: Sequence[RowView], scene: Scene) -> Sequence[RowView]:
-        """Fill up to decode_batch_max; a parked row keeps its place only while few are parked."""
-        return first_come(queued, self._room(scene, self._width))
+        """Fill up to decode_batch_max."""
+        return first_come(queued, self.places - scene.running)
 
     def choose(self, scene: Scene) -> Choice:
         """Step every ready row; hold a new cohort back while company may still come."""
@@ -37,10 +42,6 @@ class BatchPolicy:
             step_s = max(scene.costs.per_step.values(), default=0.0) if stepping else 0.0
             read = (row.key, self._reader.tokens(row, scene, step_s))
         return Choice(read, stepping, None if read or stepping else gather_end)
-
-    def _room(self, scene: Scene, places: int) -> int:
-        room = places - scene.running
-        return min(room, room + PARKED_MAX - len(scene.parked))
 
     def _cohort(self, scene: Scene) -> tuple[str, ...]:
         """Return the rows to step."""
@@ -118,9 +119,10 @@ class FinishPolicy(BatchPolicy):
     goes on stepping. Waiting counts like tokens already done, so a long answer gets its turn.
     """
 
-    def admit(self, queued: Sequence[RowView], scene: Scene) -> Sequence[RowView]:
-        """Fill up twice the width, so that there is a choice."""
-        return first_come(queued, self._room(scene, 2 * self._width))
+    @property
+    def places(self) -> int:
+        """Twice the rows that step together, so that there is a choice."""
+        return 2 * self._width
 
     def _cohort(self, scene: Scene) -> tuple[str, ...]:
         going_on = [row for row in scene.ready if row.key in scene.stepping]

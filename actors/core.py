@@ -6,15 +6,15 @@ time.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 import msgspec
 
 from ..lanes.base import RowDelta
 from ..lanes.geometry import lane_name
 from ..runtime.context import RowContext
-from ..runtime.modes import Priority
 from .depth import Depths, Steps
+from .entry import Entry, Parking
 from .messages import (
     Admit,
     Admitted,
@@ -44,18 +44,24 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the device does in one turn, in this order: close, open, read, step."""
+    """What the device does in one turn, in this order: close, open, read, step.
+
+    Args:
+        wait_until: When to plan again if no message comes first.
+        news: Whether rows came, went or changed their state since the last turn.
+    """
 
     close: tuple[str, ...] = ()
     open: tuple[tuple[str, RowContext], ...] = ()
     read: tuple[str, int] | None = None
     step: StepPlan | None = None
     wait_until: float | None = None
+    news: bool = False
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run."""
-        return not (self.close or self.open or self.read or self.step)
+        """Whether there is nothing to run and nothing to tell."""
+        return not (self.close or self.open or self.read or self.step or self.news)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -70,45 +76,6 @@ class Outcome(msgspec.Struct, frozen=True):
     read_s: float = 0.0
     steps: tuple[RowDelta, ...] = ()
     step_s: float = 0.0
-
-
-class Entry(msgspec.Struct):
-    """One row as the scheduler sees it."""
-
-    lease: Lease
-    request_id: str
-    context: RowContext
-    credits: int
-    queued_at: float
-    unread: int
-    priority: Priority = Priority.NORMAL
-    ready_at: float = 0.0
-    emitted: int = 0
-
-    @property
-    def key(self) -> str:
-        """The row's id."""
-        return self.lease.row
-
-    @property
-    def epoch(self) -> int:
-        """The order rows were asked for."""
-        return self.lease.epoch
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.context.prompt) + self.emitted
-
-    @property
-    def left(self) -> int:
-        """Tokens the row may still generate."""
-        return self.context.budget - self.emitted
-
-    @property
-    def parked(self) -> bool:
-        """Whether the row waits for its reader."""
-        return self.unread == 0 and self.credits <= 0
 
 
 class Cohort(msgspec.Struct):
@@ -126,17 +93,23 @@ class Cohort(msgspec.Struct):
     depths: dict[int, int] = {}
 
 
+_PARKING: Final = Parking()
+
+
 class Core:
     """The state machine behind the model owner.
 
     Args:
         policy: The scheduler mode.
         depths: Chooses the lane of each step and how many tokens it drafts.
+        parking: How many rows may be parked, and for how long.
     """
 
-    def __init__(self, policy: Policy, depths: Depths) -> None:
+    def __init__(self, policy: Policy, depths: Depths, parking: Parking = _PARKING) -> None:
         self._policy = policy
         self._depths = depths
+        self._parking = parking
+        self._news = False
         self._queue: dict[str, Entry] = {}
         self._rows: dict[str, Entry] = {}
         self._cohorts: list[Cohort] = []
@@ -167,28 +140,43 @@ class Core:
         """Take one message; a stale lease is dropped."""
         match message:
             case Admit(lease, request_id, context, credits, at, priority):
+                self._news = True
                 self._queue[lease.row] = Entry(
                     lease, request_id, context, credits, at, len(context.prompt), priority
                 )
             case Leave(lease, reason):
                 if self._held(lease):
+                    self._news = True
                     self._drop(lease.row, reason, now)
             case Grant(lease, tokens):
                 if entry := self._held(lease):
-                    if entry.parked:
-                        entry.ready_at = now
-                    entry.credits += tokens
+                    self._news |= entry.parked
+                    entry.grant(tokens, now)
             case _:
                 assert_never(message)
 
     def next_plan(self, now: float) -> Plan:
         """Admit what the policy has room for and say what to run."""
-        opened = self._admit(now)
+        wake = self._give_up_places(now)
+        opened, room_at = self._admit(now)
         choice = self._policy.choose(self._scene(now))
         step = self._step_plan(choice, now)
-        self._plan = Plan(tuple(self._closing), tuple(opened), choice.read, step, choice.wait_until)
-        self._closing = []
+        wakes = [at for at in (wake, room_at, choice.wait_until) if at is not None]
+        self._plan = Plan(
+            tuple(self._closing),
+            tuple(opened),
+            choice.read,
+            step,
+            min(wakes, default=None),
+            self._news,
+        )
+        self._closing, self._news = [], False
         return self._plan
+
+    def expected_s(self, plan: Plan) -> float | None:
+        """Return what a plan should take by what was measured; None for what never ran."""
+        read = plan.read[1] if plan.read is not None else 0
+        return self._costs.expected_s(read, plan.step.steps.geometry if plan.step else None)
 
     def apply(self, outcome: Outcome, now: float) -> Turn:
         """Take what came of the last plan and return everything to hand out."""
@@ -209,8 +197,9 @@ class Core:
             prompt_tokens=read_tokens,
             cached_tokens=outcome.read.cached if outcome.read is not None else 0,
             read_s=outcome.read_s,
-            active_rows=len(self._rows),
-            queue_depth=len(self._queue),
+            active_rows=sum(row.placed and not row.parked for row in self._rows.values()),
+            parked_rows=sum(row.parked for row in self._rows.values()),
+            queue_depth=len(self._queue) + len(self._back()),
             state=self._state(),
         )
         self._messages, self._notes = [], []
@@ -220,23 +209,108 @@ class Core:
         entry = self._rows.get(lease.row) or self._queue.get(lease.row)
         return entry if entry is not None and entry.lease == lease else None
 
-    def _admit(self, now: float) -> list[tuple[str, RowContext]]:
-        if not self._queue:
-            return []
+    def _give_up_places(self, now: float) -> float | None:
+        """Take parked rows' places, end what was parked for too long; return when to do so again.
+
+        A place is held for a moment where it was earned; see `HOLD_SECONDS`.
+        """
+        wakes = []
+        for entry in [row for row in self._rows.values() if row.parked]:
+            if (cut_at := entry.cut_at(self._parking)) <= now:
+                self._cut_off(entry, now)
+                continue
+            wakes.append(cut_at)
+            if entry.placed and now >= entry.hold_until:
+                entry.placed, self._news = False, True
+            elif entry.placed:
+                wakes.append(entry.hold_until)
+        return min(wakes, default=None)
+
+    def _admit(self, now: float) -> tuple[list[tuple[str, RowContext]], float | None]:
+        """Give free places to rows that wait for one, new ones and such as were parked.
+
+        Returns:
+            The rows to open, and when a parked row may make room for one that had to wait.
+        """
+        if sum(row.placed for row in self._rows.values()) >= self._policy.places:
+            return [], None
+        blocked: set[str] = set()
+        while True:
+            back = self._back()
+            new = [row for row in self._queue.values() if row.key not in blocked]
+            waiting = sorted((*back, *new), key=lambda row: (row.queued_at, row.epoch))
+            if not waiting:
+                return [], self._room_at(now) if blocked else None
+            chosen = self._policy.admit(waiting, self._scene(now))
+            cuts, without = self._room_for([r.key for r in chosen if r.key in self._queue], now)
+            if not without:
+                break
+            blocked |= without
+        for entry in cuts:
+            self._cut_off(entry, now)
         opened = []
-        for row in self._policy.admit(tuple(self._queue.values()), self._scene(now)):
-            entry = self._queue.pop(row.key)
-            self._rows[row.key] = entry
+        for row in chosen:
+            if row.key in self._rows:
+                self._rows[row.key].placed = True
+                continue
+            entry = self._rows[row.key] = self._queue.pop(row.key)
+            entry.placed = True
             opened.append((row.key, entry.context))
             self._messages.append(Admitted(entry.lease, max(0.0, now - entry.queued_at)))
-        return opened
+        return opened, self._room_at(now) if blocked else None
+
+    def _back(self) -> list[Entry]:
+        """Return the open rows whose readers take again and that wait for a place."""
+        return [row for row in self._rows.values() if not row.placed and not row.parked]
+
+    def _room_for(self, keys: Sequence[str], now: float) -> tuple[list[Entry], set[str]]:
+        """Return the parked rows to end so that these can be opened, and those that cannot be.
+
+        A request never ends rows of its own by that.
+        """
+        room = self._policy.places + self._parking.rows - len(self._rows)
+        cuttable = [row for row in self._by_parking() if now >= self._cuttable_at(row)]
+        cuts: list[Entry] = []
+        without: set[str] = set()
+        for key in keys:
+            if room > 0:
+                room -= 1
+                continue
+            mine = self._queue[key].request_id
+            victim = next((row for row in cuttable if row.request_id != mine), None)
+            if victim is None:
+                without.add(key)
+                continue
+            cuttable.remove(victim)
+            cuts.append(victim)
+        return cuts, without
+
+    def _by_parking(self) -> list[Entry]:
+        """Return the parked rows, the one that has been parked the longest first."""
+        parked = [row for row in self._rows.values() if row.parked]
+        return sorted(parked, key=lambda row: row.parked_at or 0.0)
+
+    def _cuttable_at(self, entry: Entry) -> float:
+        return (entry.parked_at or 0.0) + self._parking.grace_s
+
+    def _room_at(self, now: float) -> float | None:
+        """Return when the next parked row may be ended to make room."""
+        later = [at for row in self._by_parking() if (at := self._cuttable_at(row)) > now]
+        return min(later, default=None)
+
+    def _cut_off(self, entry: Entry, now: float) -> None:
+        """End a row whose reader is too slow."""
+        self._messages.append(Failed(entry.lease, "client_stall", "the client reads too slowly"))
+        self._drop(entry.key, "client_stall", now)
 
     def _scene(self, now: float) -> Scene:
         rows = self._rows.values()
+        placed = [r for r in rows if r.placed]
         return Scene(
-            reading=[r for r in rows if r.unread],
-            ready=[r for r in rows if not r.unread and not r.parked],
+            reading=[r for r in placed if r.unread],
+            ready=[r for r in placed if not r.unread and not r.parked],
             parked=[r for r in rows if r.parked],
+            holding=sum(r.parked for r in placed),
             stepping=self._stepping,
             costs=self._costs,
             now=now,
@@ -318,6 +392,8 @@ class Core:
         kept, finish = _cut(entry, delta.tokens)
         entry.emitted += kept
         entry.credits -= kept
+        if entry.parked:
+            entry.park(now)
         self._messages.append(
             Tokens(
                 entry.lease,
@@ -366,11 +442,11 @@ class Core:
         )
 
     def _state(self) -> str:
-        if not self._rows:
-            return "idle"
-        if self._plan.step is not None:
+        """Return what is to be done next; rows that wait for their readers are nothing to do."""
+        going_on = [row for row in self._rows.values() if not row.parked]
+        if any(not row.unread for row in going_on):
             return "decoding"
-        return "prefilling" if any(row.unread for row in self._rows.values()) else "idle"
+        return "prefilling" if going_on else "idle"
 
 
 def _cut(entry: Entry, tokens: Sequence[int]) -> tuple[int, Finish | None]:

@@ -1,11 +1,18 @@
 """One turn of the owner: choose, run, hand out. Synchronous; lives where the device is."""
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from ..lanes.base import Lane, Row, RowDelta
 from ..runtime.errors import RowError
 from .core import Core, Outcome, Plan
 from .messages import OwnerMessage, Turn
+
+# A turn may take so many times what such turns took before, since contexts grow and machines are
+# shared; one whose like was never seen may compile kernels first.
+_SLOWER: Final = 10.0
+_FIRST: Final = 10.0  # times the least allowance
+STALL_SECONDS: Final = 30.0
 
 
 class Engine:
@@ -14,15 +21,25 @@ class Engine:
     Args:
         lanes: Installed lanes by name; the narrowest reads prompts.
         clock: Seconds, the same clock the requests are stamped with.
+        stall_s: The least time a turn may take before it counts as hung.
     """
 
-    def __init__(self, core: Core, lanes: Mapping[str, Lane], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        lanes: Mapping[str, Lane],
+        clock: Callable[[], float],
+        stall_s: float = STALL_SECONDS,
+    ) -> None:
         self._core = core
         self._lanes = lanes
         self._reader = min(lanes.values(), key=lambda lane: lane.spec.geometry)
         self._clock = clock
         self._rows: dict[str, Row] = {}
         self._wait_until: float | None = None
+        self._stall_s = stall_s
+        self.allowance_s = stall_s
+        self.doing = "idle"
 
     def feed(self, message: OwnerMessage) -> None:
         """Take one message."""
@@ -40,6 +57,12 @@ class Engine:
         """Ask the core what to run."""
         plan = self._core.next_plan(self._clock())
         self._wait_until = plan.wait_until
+        self.doing = "decoding" if plan.step else "prefilling" if plan.read else "idle"
+        expected_s = self._core.expected_s(plan)
+        if expected_s is None:
+            self.allowance_s = _FIRST * self._stall_s
+        else:
+            self.allowance_s = self._stall_s + _SLOWER * expected_s
         return plan
 
     def run(self, plan: Plan) -> Outcome:
@@ -62,7 +85,9 @@ class Engine:
 
     def hand_out(self, outcome: Outcome) -> Turn:
         """Book the outcome and return what to hand to whom."""
-        return self._core.apply(outcome, self._clock())
+        turn = self._core.apply(outcome, self._clock())
+        self.allowance_s, self.doing = self._stall_s, "idle"
+        return turn
 
     def wait_s(self) -> float | None:
         """Return how long the device may wait for messages."""

@@ -23,10 +23,12 @@ from ..runtime.text import Text
 from ..runtime.thread import Device, DeviceThread
 from .core import Core
 from .engine import Engine
+from .entry import Parking
 from .messages import OwnerMessage, Turn
 from .owner import ModelOwner
 from .policies import make_depths, make_policy
 from .request import Generation, RequestActor
+from .safe_log import SafeLog
 
 HEARTBEAT_SECONDS: Final = 5.0  # silence lasts twice that at most, less than clients wait
 _FLUSH_SECONDS = 1.0  # how long error events may take to leave at the end of a drain
@@ -98,13 +100,18 @@ class House:
             clock=self._clock,
         )
         self._actors.add(actor)
-        self._nursery.start_soon(self._live, actor, name=f"request {generation.request_id}")
+        try:
+            self._nursery.start_soon(self._live, actor, name=f"request {generation.request_id}")
+        except RuntimeError:  # the nursery has ended, and the server with it
+            self._actors.discard(actor)
+            actor.give_up()
+            raise BusyError("the server is shutting down", 5) from None
         return actor
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more, let open requests finish for a while, then end the rest."""
         self.draining = True
-        logger().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
+        SafeLog().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
         with trio.move_on_after(timeout_s):
             await self._all_done()
         for actor in list(self._actors):
@@ -172,9 +179,17 @@ async def keep_house(
         places = pace.max_active_requests
     elif args.scheduler_mode in ONE_AT_A_TIME:
         places = 1
-    owner = ModelOwner(device, meter, args.scheduler_mode.value, places, args.max_queue)
+    owner = ModelOwner(
+        device,
+        meter,
+        args.scheduler_mode.value,
+        places,
+        args.max_queue,
+        stall_s=args.device_stall_s,
+    )
     async with trio.open_nursery() as root:
         await root.start(owner.run)
+        meter.last_progress = trio.current_time()
         async with trio.open_nursery() as actors:
             house = House(args, loaded.served, loaded.text, loaded.lanes, owner, meter, actors)
             root.start_soon(house.beat)
@@ -231,7 +246,7 @@ def _build(
     # What was loaded stays for good; looking through it again and again would stall steps.
     gc.collect()
     gc.freeze()
-    return Engine(make_core(args, installed.lanes), lanes, clock)
+    return Engine(make_core(args, installed.lanes), lanes, clock, args.device_stall_s)
 
 
 def make_core(args: ServerArgs, lanes: Sequence[Lane]) -> Core:
@@ -242,7 +257,8 @@ def make_core(args: ServerArgs, lanes: Sequence[Lane]) -> Core:
         mode, narrow.kind, narrow.max_depth, args.fixed_depth, args.cohort_policy, branching
     )
     share, tile = args.prefill_share, narrow.prefill_tile
-    return Core(make_policy(mode, args.pace, share, tile, args.cohort_policy), depths)
+    policy = make_policy(mode, args.pace, share, tile, args.cohort_policy)
+    return Core(policy, depths, Parking(args.parked_rows_max, args.parked_timeout_s))
 
 
 def _log_start(

@@ -150,7 +150,10 @@ class Turn(msgspec.Struct, frozen=True):
         drafts: Of each row of the step what it drafted.
         prompt_tokens: Prompt tokens that were computed.
         cached_tokens: Prompt tokens that came from the prefix bank.
-        state: What the owner is doing: idle, prefilling or decoding.
+        active_rows: Rows that have a place and can go on.
+        parked_rows: Rows that wait for their readers.
+        queue_depth: Rows that wait for a place, such as were parked among them.
+        state: What there is to do: nothing (idle), prefilling or decoding.
     """
 
     messages: tuple[RowMessage, ...]
@@ -165,5 +168,6 @@ class Turn(msgspec.Struct, frozen=True):
     cached_tokens: int
     read_s: float
     active_rows: int
+    parked_rows: int
     queue_depth: int
     state: str

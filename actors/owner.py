@@ -6,16 +6,18 @@ take its tokens runs out of credits instead.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import trio
 
 from ..runtime.context import RowContext
 from ..runtime.errors import BusyError, CallerError, ModelError, OwnerDied
-from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
 from ..runtime.thread import Device
 from .cohort_log import CohortLog
+from .engine import STALL_SECONDS
 from .messages import (
     Admit,
     Admitted,
@@ -28,8 +30,16 @@ from .messages import (
     RowMessage,
     Turn,
 )
+from .safe_log import SafeLog
 
 _FAREWELL_SECONDS = 1.0  # how long a dead owner waits for its last errors to reach clients
+
+
+class _Client(NamedTuple):
+    """Who holds a lease: where its messages go, and how it is ended when it does not take them."""
+
+    send: trio.MemorySendChannel[RowMessage]
+    hang_up: Callable[[], None]
 
 
 class ModelOwner:
@@ -37,8 +47,9 @@ class ModelOwner:
 
     Args:
         device: Where turns run.
-        places: Rows that can be open at once.
+        places: Rows that can run at once.
         max_queue: Rows that may wait beyond those.
+        stall_s: How long messages may wait for a device that runs nothing.
     """
 
     def __init__(
@@ -49,16 +60,18 @@ class ModelOwner:
         places: int,
         max_queue: int,
         clock: Callable[[], float] = trio.current_time,
+        stall_s: float = STALL_SECONDS,
     ) -> None:
         self._device = device
         self._meter = meter
-        self._log = logger().bind(mode=mode)
+        self._stall_s = stall_s
+        self._log = SafeLog(mode=mode)
         self._cohorts = CohortLog(self._log)
         self._places = places
         self._room = places + max_queue
         self._clock = clock
         self._epoch = 0
-        self._open: dict[Lease, trio.MemorySendChannel[RowMessage]] = {}
+        self._open: dict[Lease, _Client] = {}
         self._holders = 0  # requests that still hold rows, so a dying owner can wait for them
         self._freed = trio.Event()
         self.dead = False
@@ -75,10 +88,11 @@ class ModelOwner:
             raise  # refused at load; nobody was served
         except Exception as error:
             self.dead = True
-            self._log.error("owner.failed", error=repr(error), exc_info=error)
             for lease in list(self._open):
                 failure = Failed(lease, "model_failed", "the model stopped working; try again")
-                self._send(failure)
+                with suppress(Exception):  # whatever is wrong here, the others are told too
+                    self._send(failure)
+            self._log.error("owner.failed", error=repr(error), exc_info=error)
             with trio.move_on_after(_FAREWELL_SECONDS):
                 await self._nobody_holds()
                 await trio.sleep(_FAREWELL_SECONDS / 10)  # for the error events' last write
@@ -89,11 +103,15 @@ class ModelOwner:
         request_id: str,
         contexts: Sequence[RowContext],
         credits: int,
+        hang_up: Callable[[], None],
         priority: Priority = Priority.NORMAL,
     ) -> tuple[list[Lease], trio.MemoryReceiveChannel[RowMessage]]:
         """Queue a request's rows at once, in order, and return what they will say.
 
         No task switch lies between two calls, so rows queue in the order they were asked for.
+
+        Args:
+            hang_up: Ends the request, when its client reads so slowly that a row of it is cut.
 
         Raises:
             BusyError: When there is no room for all of them; then none is queued.
@@ -103,10 +121,17 @@ class ModelOwner:
         self._check_room(len(contexts))
         # Unbounded, since what a row may send is bounded by the credits its request grants.
         send, receive = trio.open_memory_channel[RowMessage](math.inf)
-        leases = [
-            self._admit(request_id, i, c, credits, priority, send) for i, c in enumerate(contexts)
-        ]
+        client = _Client(send, hang_up)
+        leases: list[Lease] = []
         self._holders += 1
+        try:
+            for i, context in enumerate(contexts):
+                leases.append(self._lease(f"{request_id}.{i}", client))
+                at = self._clock()
+                self._device.post(Admit(leases[-1], request_id, context, credits, at, priority))
+        except BaseException:
+            self.release(leases)
+            raise
         return leases, receive
 
     def release(self, leases: Sequence[Lease]) -> None:
@@ -126,6 +151,25 @@ class ModelOwner:
         if self._open.pop(lease, None) is not None:
             self._device.post(Leave(lease, reason))
 
+    def stalled(self, now: float) -> bool:
+        """Return whether the device hangs: a turn over its allowance, or work that it never takes.
+
+        Rows that wait for their readers are no work.
+        """
+        pulse = self._device.pulse()
+        if self.dead or not pulse.alive:
+            return True
+        if pulse.began is not None:
+            return now - pulse.began > pulse.allowance_s
+        if pulse.waiting_since is not None:
+            return now - pulse.waiting_since > self._stall_s
+        return self._meter.state != "idle" and now - self._meter.last_progress > self._stall_s
+
+    def state(self) -> str:
+        """Return what the device does now, or has to do next: idle, prefilling or decoding."""
+        doing = self._device.pulse().doing
+        return doing if doing != "idle" else self._meter.state
+
     async def _nobody_holds(self) -> None:
         while self._holders:
             self._freed = trio.Event()
@@ -140,31 +184,23 @@ class ModelOwner:
                 "(max_queue and what runs); ask for fewer choices or prompts",
                 param="n",
             )
-        if len(self._open) + rows > self._room:
-            waiting = len(self._open) - self._places
+        held = len(self._open) - self._meter.parked_rows  # a parked row takes nobody's room
+        if held + rows > self._room:
+            waiting = held - self._places
             raise BusyError(
                 f"the queue is full ({max(0, waiting)} rows wait, {rows} more do not fit); "
                 "try again later",
                 self._retry_after(),
             )
 
-    def _admit(
-        self,
-        request_id: str,
-        index: int,
-        context: RowContext,
-        credits: int,
-        priority: Priority,
-        send: trio.MemorySendChannel[RowMessage],
-    ) -> Lease:
+    def _lease(self, row: str, client: _Client) -> Lease:
         self._epoch += 1
-        lease = Lease(f"{request_id}.{index}", self._epoch)
-        self._open[lease] = send
-        self._device.post(Admit(lease, request_id, context, credits, self._clock(), priority))
+        lease = Lease(row, self._epoch)
+        self._open[lease] = client
         return lease
 
     def _publish(self, turn: Turn) -> None:
-        """Hand out one turn; runs in trio's thread between tasks."""
+        """Hand out one turn; what this raises ends the owner."""
         self._count(turn)
         for note in turn.notes:
             if isinstance(note, CohortSealed):
@@ -177,13 +213,16 @@ class ModelOwner:
             self._send(message)
 
     def _send(self, message: RowMessage) -> None:
-        send = self._open.get(message.lease)
-        if send is None:
+        client = self._open.get(message.lease)
+        if client is None:
             return  # the request left while this was on its way
         if isinstance(message, Failed) or getattr(message, "finish", None) is not None:
             del self._open[message.lease]
+        if isinstance(message, Failed) and message.code == "client_stall":
+            client.hang_up()  # it waits for its reader and would take no message
+            return
         try:
-            send.send_nowait(message)
+            client.send.send_nowait(message)
         except trio.BrokenResourceError:
             self.leave(message.lease, "request gone")
 
@@ -198,7 +237,13 @@ class ModelOwner:
         if turn.prompt_tokens:
             self._meter.saw_read(turn.prompt_tokens, turn.read_s)
         self._meter.cached_tokens += turn.cached_tokens
-        self._meter.saw_rows(turn.active_rows, turn.queue_depth, turn.state, self._clock())
+        self._meter.saw_rows(
+            turn.active_rows,
+            turn.queue_depth,
+            turn.state,
+            self._clock(),
+            parked=turn.parked_rows,
+        )
 
     def _retry_after(self) -> int:
         """Guess when a place frees: the median of recent waits, within 1 and 60 seconds."""

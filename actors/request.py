@@ -7,19 +7,20 @@ becomes this request's error.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
 import trio
 
 from ..runtime.context import RowContext
-from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
 from ..runtime.parts import Manner
 from ..runtime.text import Text
 from .messages import Admitted, Failed, Lease, Tokens
 from .owner import ModelOwner
+from .safe_log import SafeLog
 from .speech import CREDITS, Ended, Piece, Speech
 
 PIECES: Final = 16  # pieces a row may have waiting for its reader
@@ -82,7 +83,7 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 Outcome = Finished | Broken
-Origin = Literal["client_disconnect", "client_stall", "deadline", "server_shutdown"]
+Origin = Literal["client_disconnect", "client_stall", "client_slow", "deadline", "server_shutdown"]
 
 
 class RequestActor:
@@ -128,15 +129,19 @@ class RequestActor:
         self._accepted = 0
         self._queue_wait_s: float | None = None
         self._first_token_s: float | None = None
-        self._log = logger().bind(request_id=generation.request_id, mode=mode)
+        self._log = SafeLog(request_id=generation.request_id, mode=mode)
         self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
         self.outcome: Outcome | None = None
         self._quiet = False
-        # Here and not in the task, so that requests queue in the order they came in.
+        # Here and not in the task, so that requests queue in the order they came in; last, since
+        # an exception after it would leave rows that nobody gives back.
         self._leases, self._replies = owner.admit(
-            generation.request_id, generation.rows, CREDITS, generation.priority
+            generation.request_id,
+            generation.rows,
+            CREDITS,
+            partial(self.hang_up, "client_slow"),
+            generation.priority,
         )
-        self._log.info("request.queued", rows=[lease.row for lease in self._leases])
 
     @property
     def completion_tokens(self) -> int:
@@ -159,24 +164,38 @@ class RequestActor:
                 self._send.send_nowait(_ALIVE)
         self._quiet = True
 
-    async def run(self) -> None:
-        """Live until the request is over; never raises."""
-        with self._scope:
-            try:
-                await self._serve()
-            except trio.BrokenResourceError:
-                self._reason = self._reason or "client_disconnect"
-            except trio.TooSlowError:
-                self._reason = self._reason or "client_stall"
-            except Exception as error:
-                self._log.error("request.crashed", error=repr(error), exc_info=error)
-                self._settle(Broken("internal_error", "the request failed inside the server"))
-            finally:
-                self._owner.release(self._leases)
-                self._replies.close()
-        if self.outcome is None:
-            self._settle(_abandoned(self._reason or "deadline"))
+    def give_up(self) -> None:
+        """Give back what creation took, for an actor that will never run."""
+        self._owner.release(self._leases)
+        self._replies.close()
+        self._settle(_abandoned("server_shutdown"))
         self._send.close()
+
+    async def run(self) -> None:
+        """Live until the request is over; never raises, but is cancelled with its nursery."""
+        try:
+            with self._scope:
+                await self._live()
+        finally:
+            if self.outcome is None:
+                late = "deadline" if self._scope.cancelled_caught else "server_shutdown"
+                self._settle(_abandoned(self._reason or late))
+            self._send.close()
+
+    async def _live(self) -> None:
+        self._log.info("request.queued", rows=[lease.row for lease in self._leases])
+        try:
+            await self._serve()
+        except trio.BrokenResourceError:
+            self._reason = self._reason or "client_disconnect"
+        except trio.TooSlowError:
+            self._reason = self._reason or "client_stall"
+        except Exception as error:
+            self._log.error("request.crashed", error=repr(error), exc_info=error)
+            self._settle(Broken("internal_error", "the request failed inside the server"))
+        finally:
+            self._owner.release(self._leases)
+            self._replies.close()
 
     async def _serve(self) -> None:
         index = {lease: i for i, lease in enumerate(self._leases)}
@@ -282,7 +301,8 @@ def _abandoned(reason: Origin) -> Broken:
     messages = {
         "client_disconnect": "the client went away",
         "client_stall": "the client stopped reading",
+        "client_slow": "the client read too slowly for too long",
         "deadline": "the request took longer than request_timeout_s allows",
         "server_shutdown": "the server is shutting down",
     }
-    return Broken(reason, messages[reason])
+    return Broken("client_stall" if reason == "client_slow" else reason, messages[reason])

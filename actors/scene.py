@@ -8,7 +8,6 @@ import msgspec
 from ..runtime.modes import Priority
 
 SHORT: Final = 256  # tokens of the shortest class of lengths
-PARKED_MAX: Final = 8  # rows whose readers stall may hold keys and values, and no more
 
 
 class RowView(Protocol):
@@ -50,6 +49,18 @@ class Costs(msgspec.Struct):
     reading: float = 0.0
     stepping: float = 0.0
 
+    def expected_s(self, read: int, geometry: int | None) -> float | None:
+        """Return what a turn should take; None when a part of it was never seen.
+
+        Args:
+            read: Prompt tokens it reads.
+            geometry: Of its step, None without one.
+        """
+        step_s = self.per_step.get(geometry, 0.0) if geometry is not None else 0.0
+        if (read and not self.per_prompt_token) or (geometry is not None and not step_s):
+            return None
+        return read * self.per_prompt_token + step_s
+
     def saw_read(self, tokens: int, seconds: float) -> None:
         """Note that reading `tokens` prompt tokens took `seconds`."""
         self.per_prompt_token = _smoothed(self.per_prompt_token, seconds / tokens)
@@ -67,10 +78,11 @@ class Scene(msgspec.Struct, frozen=True):
     """Everything a policy decides on; rows are in the order they were admitted.
 
     Args:
-        reading: Admitted rows whose prompts are not read to the end.
-        ready: Rows that can step now; a row without credits is in neither.
+        reading: Rows with a place whose prompts are not read to the end.
+        ready: Rows with a place that can step now; a row without credits is in neither.
         parked: Rows that wait for their reader.
         stepping: Keys of the cohort that stepped last, empty when it was dissolved.
+        holding: How many of the parked rows still hold a place.
     """
 
     reading: Sequence[RowView]
@@ -79,11 +91,12 @@ class Scene(msgspec.Struct, frozen=True):
     stepping: frozenset[str]
     costs: Costs
     now: float
+    holding: int = 0
 
     @property
     def running(self) -> int:
-        """Rows that hold a place and can go on."""
-        return len(self.reading) + len(self.ready)
+        """Rows that hold a place."""
+        return len(self.reading) + len(self.ready) + self.holding
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -100,8 +113,18 @@ class Policy(Protocol):
     # Whether cohorts of other rows outlive a step (turns) or the new set replaces them (batch).
     keeps_cohorts: bool
 
+    @property
+    def places(self) -> int:
+        """The most rows that can hold a place at once."""
+        ...
+
     def admit(self, queued: Sequence[RowView], scene: Scene) -> Sequence[RowView]:
-        """Return the queued rows that get a place now, in this order."""
+        """Return the rows that get a place now, in this order.
+
+        Args:
+            queued: Rows that wait for one, those that have waited longest first; some of them
+                are open already and come back from being parked.
+        """
         ...
 
     def choose(self, scene: Scene) -> Choice:

@@ -7,7 +7,7 @@ import msgspec
 
 from ..runtime.modes import Pace, Priority
 from .reader import Reader
-from .scene import PARKED_MAX, Choice, RowView, Scene, first_come
+from .scene import Choice, RowView, Scene, first_come
 
 # Tokens a row is granted in one round of turns. Every row has some, so none starves.
 WEIGHTS: Final[Mapping[Priority, float]] = {
@@ -22,26 +22,30 @@ _RANKS: Final = tuple(Priority)
 
 
 class SerialPolicy:
-    """One row at a time, first come, first served; a parked row lets the next one by."""
+    """One row at a time, first come, first served; a parked row lets the next one by.
+
+    It gets its place back when that one ends or is parked itself, in the order in which rows
+    began to wait.
+    """
 
     keeps_cohorts = True
+    places = 1
 
     def __init__(self, pace: Pace, share: float, tile: int) -> None:
         self._reader = Reader(pace, share, tile)
 
     def admit(self, queued: Sequence[RowView], scene: Scene) -> Sequence[RowView]:
-        """Admit one when nobody can run and few are parked."""
-        free = scene.running == 0 and len(scene.parked) < PARKED_MAX
-        return first_come(queued, int(free))
+        """Admit one when nobody has the place."""
+        return first_come(queued, self.places - scene.running)
 
     def choose(self, scene: Scene) -> Choice:
-        """Serve the oldest row that can go on."""
-        oldest = min((*scene.reading, *scene.ready), key=lambda row: row.epoch, default=None)
-        if oldest is None:
+        """Serve the row that has the place."""
+        row = next(iter((*scene.reading, *scene.ready)), None)
+        if row is None:
             return Choice()
-        if oldest.unread:
-            return Choice(read=(oldest.key, self._reader.tokens(oldest, scene, 0.0)))
-        return Choice(step=(oldest.key,))
+        if row.unread:
+            return Choice(read=(row.key, self._reader.tokens(row, scene, 0.0)))
+        return Choice(step=(row.key,))
 
 
 class Account(msgspec.Struct):
@@ -74,9 +78,14 @@ class CooperativePolicy:
         self._last = _NOBODY  # epoch of the row that had the last turn
         self._since: tuple[float, float] | None = None  # seconds read and stepped till then
 
+    @property
+    def places(self) -> int:
+        """Rows that take turns."""
+        return self._limit
+
     def admit(self, queued: Sequence[RowView], scene: Scene) -> Sequence[RowView]:
         """Fill up to max_active_requests, the most urgent first."""
-        room = self._limit - scene.running - len(scene.parked)
+        room = self._limit - scene.running
         return first_come(sorted(queued, key=lambda row: _urgency(row, scene.now)), room)
 
     def choose(self, scene: Scene) -> Choice:
@@ -128,8 +137,8 @@ def _rank(row: RowView, now: float) -> int:
     return min(aged, len(_RANKS) - 1)
 
 
-def _urgency(row: RowView, now: float) -> tuple[int, int]:
-    return -_rank(row, now), row.epoch
+def _urgency(row: RowView, now: float) -> tuple[int, float, int]:
+    return -_rank(row, now), row.queued_at, row.epoch
 
 
 def _most_urgent(rows: Sequence[RowView], now: float) -> list[RowView]:

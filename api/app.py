@@ -1,7 +1,7 @@
 """The routes on one Quart-Trio app."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
@@ -14,6 +14,7 @@ from ..actors.house import House
 from .anthropic.route import count_tokens, create_message
 from .chat import chat_completions
 from .completions import completions
+from .connection import read_body
 from .guard import Guard
 from .models import list_models, show_model
 from .openapi import openapi
@@ -23,8 +24,6 @@ from .responses.store import ResponseStore
 from .status import StatusPage
 from .tokens import detokenize, tokenize
 from .translate import PRIORITY_HEADER
-
-BODY_SECONDS: Final = 30.0  # a body that trickles in for longer is given up
 
 
 class Connection(TrioASGIHTTPConnection):
@@ -60,12 +59,15 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     app.url_map.strict_slashes = False
     app.config.update(
         RESPONSE_TIMEOUT=None,  # streams last as long as they last; actors have deadlines
-        BODY_TIMEOUT=BODY_SECONDS,
+        BODY_TIMEOUT=None,  # `read_body` has limits of its own
         MAX_CONTENT_LENGTH=house.args.body_limit_mb << 20,
     )
     guard = Guard(house.args)
     page = StatusPage(house, clock)
     store = ResponseStore()
+
+    async def body() -> bytes:
+        return await read_body(request, house.args.client_stall_s)
 
     @app.before_request
     async def check() -> Response | None:
@@ -81,16 +83,16 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.post("/v1/chat/completions")
     async def chat() -> Response:
-        return await chat_completions(house, await _body(), request.headers.get(PRIORITY_HEADER))
+        return await chat_completions(house, await body(), request.headers.get(PRIORITY_HEADER))
 
     @app.post("/v1/completions")
     async def legacy() -> Response:
-        return await completions(house, await _body(), request.headers.get(PRIORITY_HEADER))
+        return await completions(house, await body(), request.headers.get(PRIORITY_HEADER))
 
     @app.post("/v1/responses")
     async def response() -> Response:
         priority = request.headers.get(PRIORITY_HEADER)
-        return await create_response(house, store, await _body(), priority)
+        return await create_response(house, store, await body(), priority)
 
     @app.get("/v1/responses/<response_id>")
     async def kept_response(response_id: str) -> Response:
@@ -102,11 +104,11 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.post("/v1/messages")
     async def message() -> Response:
-        return await create_message(house, await _body(), request.headers.get(PRIORITY_HEADER))
+        return await create_message(house, await body(), request.headers.get(PRIORITY_HEADER))
 
     @app.post("/v1/messages/count_tokens")
     async def counted() -> Response:
-        return await count_tokens(house, await _body())
+        return await count_tokens(house, await body())
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -118,11 +120,11 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.post("/v1/tokenize")
     async def tokens() -> Response:
-        return await tokenize(house, await _body())
+        return await tokenize(house, await body())
 
     @app.post("/v1/detokenize")
     async def text() -> Response:
-        return await detokenize(house, await _body())
+        return await detokenize(house, await body())
 
     @app.get("/openapi.json")
     async def described() -> Response:
@@ -141,8 +143,3 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
         return reply(200, {"name": "paceline", "model": house.served.name, "api": "/v1"})
 
     return app
-
-
-async def _body() -> bytes:
-    raw = await request.get_data()
-    return raw if isinstance(raw, bytes) else raw.encode()

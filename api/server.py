@@ -1,8 +1,4 @@
-"""Hypercorn in our own nursery, with the guards it lacks, and the life of the process.
-
-A client that stops reading is cut after `client_stall_s`; hypercorn's own sender would wait
-for it for ever, even past SIGTERM.
-"""
+"""Hypercorn in our own nursery, with the guards it lacks, and the life of the process."""
 
 import resource
 import signal
@@ -17,9 +13,7 @@ from typing import Any, Final
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
 from hypercorn.trio import serve
-from hypercorn.trio.tcp_server import TCPServer
 
 from ..actors.house import House, open_house
 from ..runtime.blas import Blas
@@ -27,52 +21,11 @@ from ..runtime.log import logger
 from ..runtime.settings import ServerArgs
 from ..runtime.shutdown import EXIT_SECOND_SIGNAL, EXIT_STUCK, STOP_SIGNALS, leave, signalled
 from .app import make_app
+from .connection import GuardedTCPServer
 
 _GRACE_SECONDS: Final = 2.0  # hypercorn's own, after the drain: only idle connections are left
 _MARGIN_SECONDS: Final = 10.0  # over everything that is bounded, before the watchdog
 _FILES: Final = 8192  # open files wanted: one a connection
-
-
-class GuardedTCPServer(TCPServer):
-    """Hypercorn's connection, with a sender that is fast when it can be and never stuck."""
-
-    stall_s = 30.0
-
-    async def protocol_send(self, event: Any) -> None:
-        """Send without blocking where the socket has room; else wait, but not for ever."""
-        if not isinstance(event, RawData):
-            await super().protocol_send(event)
-            return
-        data = memoryview(event.data)
-        if not self.send_lock.locked():
-            data = data[self._send_nowait(data) :]
-        if data and not await self._send_bounded(data):
-            await self.protocol.handle(Closed())
-
-    def _send_nowait(self, data: memoryview) -> int:
-        """Send what fits into the socket's buffer; 0 when that is not known or nothing fits."""
-        raw = getattr(getattr(self.stream, "socket", None), "_sock", None)
-        if raw is None:
-            return 0
-        try:
-            return int(raw.send(data))
-        except OSError:
-            return 0  # the slow path finds out what is wrong
-
-    async def _send_bounded(self, data: memoryview) -> bool:
-        """Send the rest; False when the client is gone or took nothing for too long."""
-        async with self.send_lock:
-            with trio.move_on_after(self.stall_s, shield=True) as stall:
-                try:
-                    await self.stream.send_all(bytes(data))
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    return False
-        if stall.cancelled_caught:
-            logger().info("connection.stalled", stall_s=self.stall_s)
-            with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(self.stream)
-            return False
-        return True
 
 
 class HypercornLog:

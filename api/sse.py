@@ -18,6 +18,7 @@ from ..actors.speech import Ended, Piece
 from .shape import Shape
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
+_MOST_BYTES: Final = 8192  # and their bytes, so that a slow client's write is over within its limit
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -70,7 +71,7 @@ class EventBody(ResponseBody):
         while not any(parts):
             try:
                 parts.append(self._format(await events.receive()))
-                while len(parts) < _MOST:
+                while len(parts) < _MOST and sum(map(len, parts)) < _MOST_BYTES:
                     parts.append(self._format(events.receive_nowait()))
             except trio.WouldBlock:
                 pass

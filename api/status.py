@@ -1,7 +1,7 @@
 """GET /health and /metrics: proof of what ran, read from the meter and never from the device."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,8 +13,6 @@ from ..actors.house import House
 from ..runtime.log import dropped
 from ..runtime.modes import EXPERIMENTAL, Mode
 from .problems import reply
-
-STALLED_SECONDS: Final = 30.0  # without a turn while there is work
 
 
 class StatusPage:
@@ -56,9 +54,8 @@ class StatusPage:
         return "stalled" if self._state() == "stalled" else "ok"
 
     def _state(self) -> str:
-        meter = self._house.meter
-        busy = self._house.open_requests > 0 and meter.state != "idle"
-        return "stalled" if busy and self._idle_s() > STALLED_SECONDS else meter.state
+        owner = self._house.owner
+        return "stalled" if owner.stalled(self._now()) else owner.state()
 
     def _idle_s(self) -> float:
         return max(0.0, self._now() - self._house.meter.last_progress)
@@ -98,6 +95,9 @@ class StatusPage:
                 "acceptance": args.acceptance,
                 "cohort_policy": args.cohort_policy.value,
                 "max_queue": args.max_queue,
+                "parked_rows_max": args.parked_rows_max,
+                "parked_timeout_s": args.parked_timeout_s,
+                "device_stall_s": args.device_stall_s,
                 "prefix_cache_bytes": args.prefix_cache_bytes,
             },
             "telemetry": {
@@ -106,6 +106,7 @@ class StatusPage:
                 "batch_histogram": {str(k): v for k, v in sorted(meter.batch_histogram.items())},
                 "rows_peak": meter.rows_peak,
                 "active_rows": meter.active_rows,
+                "parked_rows": meter.parked_rows,
                 "queue_depth": meter.queue_depth,
                 "queue_wait_s": msgspec.to_builtins(meter.queue_wait),
                 "time_to_first_token_s": msgspec.to_builtins(meter.time_to_first_token),
@@ -143,7 +144,8 @@ class _MeterCollector(Collector):
         meter = self._house.meter
         gauges = {
             "requests_open": ("Requests whose actors live", self._house.open_requests),
-            "rows_active": ("Rows that hold a place", meter.active_rows),
+            "rows_active": ("Rows that have a place and can go on", meter.active_rows),
+            "rows_parked": ("Rows that wait for their readers", meter.parked_rows),
             "rows_queued": ("Rows that wait for a place", meter.queue_depth),
             "last_real_width": ("Real rows of the last step", meter.last_real_width),
         }

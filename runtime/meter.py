@@ -35,6 +35,7 @@ class Meter:
         self.batch_histogram: dict[int, int] = {}
         self.rows_peak = 0
         self.active_rows = 0
+        self.parked_rows = 0
         self.queue_depth = 0
         self.steps = 0
         self.row_steps = 0
@@ -107,9 +108,12 @@ class Meter:
         self.prompt_tokens += tokens
         self.read_seconds += seconds
 
-    def saw_rows(self, active: int, queued: int, state: str, now: float) -> None:
+    def saw_rows(
+        self, active: int, queued: int, state: str, now: float, *, parked: int = 0
+    ) -> None:
         """Note who is there and that the owner has just made progress."""
         self.active_rows = active
+        self.parked_rows = parked
         self.queue_depth = queued
         self.rows_peak = max(self.rows_peak, active)
         self.state = state

@@ -109,6 +109,22 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     client_stall_s: Annotated[
         float, _help("a client that reads nothing for so long is cut", gt=0, le=3600)
     ] = 30.0
+    parked_rows_max: Annotated[
+        int,
+        _help(
+            "rows that may stay open without a place while their clients read slowly",
+            ge=0,
+            le=10_000,
+        ),
+    ] = 8
+    parked_timeout_s: Annotated[
+        float,
+        _help("how long a row may wait for its client in all, and 1 s a token", gt=0, le=86_400),
+    ] = 300.0
+    device_stall_s: Annotated[
+        float,
+        _help("least time of one turn of the device before health says stalled", ge=15, le=3600),
+    ] = 30.0
     drain_timeout_s: Annotated[
         float, _help("how long open streams may finish after SIGTERM", ge=0, le=3600)
     ] = 30.0

@@ -2,7 +2,9 @@
 
 `trio.to_thread` promises no fixed thread, and an MLX array belongs to the thread that made it.
 So this is a plain thread, alive from start to stop: it blocks on its inbox while idle, runs
-turn after turn while there is work, and crosses back with one `run_sync_soon` a turn.
+turn after turn while there is work, and crosses back with one `run_sync_soon` a turn. That call
+only puts the turn into a bounded mailbox; a task of trio's hands it out, since an exception in the
+call itself would end trio's own loop.
 """
 
 import queue
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
+import msgspec
 import trio
 
 Message = TypeVar("Message", contravariant=True)
@@ -22,8 +25,31 @@ LAG: Final = 4
 JOIN_SECONDS: Final = 5.0  # a turn is far shorter; a device stuck for longer is given up
 
 
+class Pulse(msgspec.Struct, frozen=True):
+    """What a device is doing at the moment it is asked; times in trio's clock.
+
+    Args:
+        began: When the running turn began, its messages included; None between turns.
+        allowance_s: What that turn may take before it counts as hung.
+        waiting_since: When the oldest message that the device has not taken came; None without.
+        doing: "prefilling", "decoding" or, in what is neither, "idle".
+        alive: Whether there is still something that takes messages.
+    """
+
+    began: float | None = None
+    allowance_s: float = 0.0
+    doing: str = "idle"
+    waiting_since: float | None = None
+    alive: bool = True
+
+
 class TurnLoop(Protocol[Message, Result]):
     """What the thread drives."""
+
+    # Of the running turn: what it may take in seconds, and what it does; see `Pulse`. Written
+    # before the turn runs and read by other threads.
+    allowance_s: float
+    doing: str
 
     def feed(self, message: Message) -> None:
         """Take one message."""
@@ -53,6 +79,10 @@ class Device(Protocol[Message, Result]):
         """Hand a message over; never blocks, and does nothing once the device has ended."""
         ...
 
+    def pulse(self) -> Pulse:
+        """Say what the device is doing; never blocks."""
+        ...
+
 
 class DeviceThread(Generic[M, R]):
     """Builds a turn loop inside a thread of its own and drives it there.
@@ -64,18 +94,36 @@ class DeviceThread(Generic[M, R]):
     def __init__(self, build: Callable[[], TurnLoop[M, R]], name: str = "paceline-device") -> None:
         self._build = build
         self._inbox: queue.SimpleQueue[M | None] = queue.SimpleQueue()
+        self._posted_at = 0.0  # of the oldest message that waits, where one does
         self._lag = threading.Semaphore(LAG)
+        # As large as the lag, so that putting a turn in never finds it full.
+        self._turns_in, self._turns = trio.open_memory_channel[R](LAG)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._ready = trio.Event()
         self._ended = trio.Event()
         self._error: BaseException | None = None
-        self._publish: Callable[[R], None] = lambda result: None
         self._token: trio.lowlevel.TrioToken | None = None
+        self._clock: Callable[[], float] = trio.current_time
+        self._loop: TurnLoop[M, R] | None = None
+        self._began: float | None = None
         self.stuck = False  # the thread did not end in time and may still be inside MLX
 
     def post(self, message: M) -> None:
         """Hand a message to the thread."""
+        if self._inbox.empty():
+            self._posted_at = self._clock()
         self._inbox.put(message)
+
+    def pulse(self) -> Pulse:
+        """Say what the thread is doing."""
+        loop = self._loop
+        return Pulse(
+            began=self._began,
+            allowance_s=loop.allowance_s if loop is not None else 0.0,
+            doing=loop.doing if loop is not None else "idle",
+            waiting_since=None if self._inbox.empty() else self._posted_at,
+            alive=self._thread.is_alive(),
+        )
 
     async def run(
         self,
@@ -87,17 +135,21 @@ class DeviceThread(Generic[M, R]):
         Cancelled while the loop is built, it leaves the thread behind, since nothing can hurry
         that; `stuck` says so. The thread ends itself once the loop is built.
         """
-        self._publish = publish
         self._token = trio.lowlevel.current_trio_token()
+        self._clock = trio.lowlevel.current_clock().current_time  # safe to read from any thread
         self._thread.start()
         try:
             await self._ready.wait()
             if self._error is None:
                 task_status.started()
-                await self._ended.wait()
+                async for result in self._turns:
+                    self._lag.release()
+                    publish(result)
             if self._error is not None:
                 raise self._error
         finally:
+            self._turns.close()
+            self._lag.release(LAG)  # a thread that waits for its turns to be taken is let go
             self._inbox.put(None)
             patience = JOIN_SECONDS if self._ready.is_set() else 0.0
             with trio.move_on_after(patience, shield=True) as waiting:
@@ -109,7 +161,7 @@ class DeviceThread(Generic[M, R]):
     def _main(self) -> None:
         error: BaseException | None = None
         try:
-            loop = self._build()
+            loop = self._loop = self._build()
             self._post_back(self._ready.set)
             self._drive(loop)
         except BaseException as caught:
@@ -123,6 +175,7 @@ class DeviceThread(Generic[M, R]):
         while True:
             try:
                 message = self._inbox.get(block=waiting, timeout=timeout if waiting else None)
+                self._began = self._began or self._clock()
                 while True:
                     if message is None:
                         return
@@ -130,7 +183,9 @@ class DeviceThread(Generic[M, R]):
                     message = self._inbox.get_nowait()
             except queue.Empty:
                 pass
+            self._began = self._began or self._clock()
             result = loop.turn()
+            self._began = None
             waiting = result is None
             if result is None:
                 timeout = loop.wait_s()
@@ -139,12 +194,15 @@ class DeviceThread(Generic[M, R]):
                 self._post_back(self._deliver, result)
 
     def _deliver(self, result: R) -> None:
-        self._lag.release()
-        self._publish(result)
+        try:
+            self._turns_in.send_nowait(result)
+        except trio.BrokenResourceError:
+            self._lag.release()  # nobody takes turns any more
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error
         self._ready.set()
+        self._turns_in.close()
         self._ended.set()
 
     def _post_back(self, call: Callable[..., object], *args: object) -> None:

@@ -24,6 +24,7 @@ from paceline.runtime.grammar import Grammars
 from paceline.runtime.modes import MUST_DRAFT, Mode
 from paceline.runtime.settings import ServerArgs
 from paceline.runtime.text import ChatPrompt
+from paceline.runtime.thread import Pulse
 
 STEP_S = 0.010
 READ_S = 0.001  # a prompt token
@@ -158,29 +159,44 @@ class InlineDevice:
         self._wear = wear
         self._inbox: list[OwnerMessage] = []
         self._wake = trio.Event()
+        self._engine: Engine | None = None
+        self._began: float | None = None
+        self._posted_at: float | None = None
 
     def post(self, message: OwnerMessage) -> None:
+        if not self._inbox:
+            self._posted_at = trio.current_time()
         self._inbox.append(message)
         self._wake.set()
+
+    def pulse(self) -> Pulse:
+        assert self._engine is not None
+        waiting_since = self._posted_at if self._inbox else None
+        engine = self._engine
+        return Pulse(self._began, engine.allowance_s, engine.doing, waiting_since)
 
     async def run(
         self,
         publish: Callable[[Turn], None],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        engine = self._build()
+        engine = self._engine = self._build()
         task_status.started()
         while True:
+            self._began = trio.current_time()
             for message in self._inbox:
                 engine.feed(message)
             self._inbox.clear()
             plan = engine.choose()
             if plan.idle:
+                self._began = None
                 await self._sleep(engine.wait_s())
                 continue
             outcome = engine.run(plan)
             await trio.sleep(self._wear.take())
-            publish(engine.hand_out(outcome))
+            turn = engine.hand_out(outcome)
+            self._began = None
+            publish(turn)
             await trio.lowlevel.checkpoint()
 
     async def _sleep(self, seconds: float | None) -> None:
@@ -294,7 +310,7 @@ async def stand(
     def clock() -> float:
         return trio.current_time() + wear.seconds
 
-    device = InlineDevice(lambda: Engine(core, lanes, clock), wear)
+    device = InlineDevice(lambda: Engine(core, lanes, clock, args.device_stall_s), wear)
     # The house's heartbeat keeps virtual time moving, so what never comes must time out.
     with trio.fail_after(LONGEST_S):
         async with keep_house(args, device, loaded) as house:

@@ -11,6 +11,9 @@ from paceline.runtime.thread import LAG, DeviceThread
 class _Loop:
     """Echoes messages one a turn and remembers which thread ran it."""
 
+    allowance_s = 30.0
+    doing = "decoding"
+
     def __init__(self) -> None:
         self.threads = {threading.get_ident()}
         self.waiting: list[int] = []
