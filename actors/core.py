@@ -191,7 +191,8 @@ class Core:
             step_s=outcome.step_s,
             depth=max(plan.step.steps.depths) if plan.step else 0,
             drafts=tuple(
-                Drafts(d.drafted, d.accepted, len(d.tokens), d.branches) for d in outcome.steps
+                Drafts(d.drafted, d.accepted, len(d.tokens), d.branches, d.draft_failed)
+                for d in outcome.steps
             ),
             committed=sum(len(m.tokens) for m in self._messages if isinstance(m, Tokens)),
             prompt_tokens=read_tokens,

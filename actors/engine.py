@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ..lanes.base import Lane, Row, RowDelta
+from ..runtime.context import RowContext
 from ..runtime.errors import RowError
 from .core import Core, Outcome, Plan
 from .messages import OwnerMessage, Turn
@@ -36,6 +37,7 @@ class Engine:
         self._reader = min(lanes.values(), key=lambda lane: lane.spec.geometry)
         self._clock = clock
         self._rows: dict[str, Row] = {}
+        self._unopened: dict[str, str] = {}  # rows that failed as they began, and why
         self._wait_until: float | None = None
         self._stall_s = stall_s
         self.allowance_s = stall_s
@@ -68,11 +70,12 @@ class Engine:
     def run(self, plan: Plan) -> Outcome:
         """Run a plan on the lanes; what escapes from here means the device cannot be trusted."""
         for key in plan.close:
+            self._unopened.pop(key, None)
             row = self._rows.pop(key, None)
             if row is not None:
                 self._reader.close(row)
         for key, context in plan.open:
-            self._rows[key] = self._reader.open(key, context)
+            self._open(key, context)
         began = self._clock()
         read, advanced = self._read(*plan.read) if plan.read else (None, 0)
         between = self._clock()
@@ -95,8 +98,17 @@ class Engine:
             return None
         return max(0.0, self._wait_until - self._clock())
 
+    def _open(self, key: str, context: RowContext) -> None:
+        """Start a row; one that cannot start ends when its prompt would be read."""
+        try:
+            self._rows[key] = self._reader.open(key, context)
+        except Exception as error:
+            self._unopened[key] = str(error) or repr(error)
+
     def _read(self, key: str, tokens: int) -> tuple[RowDelta | None, int]:
         """Read a piece of a prompt; return what it gave, and by how many tokens the row is on."""
+        if key in self._unopened:
+            return RowDelta(key, error=f"starting the row failed: {self._unopened[key]}"), 0
         row = self._rows[key]
         before = row.read
         try:

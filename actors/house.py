@@ -226,6 +226,7 @@ def _build(
         args.numerics,
         args.fixed_depth,
         args.prefix_cache_bytes,
+        pace.prefill_chunk_tokens,
     )
     installed = install(model, wanted)
     lanes = {lane.spec.name: lane for lane in installed.lanes}

@@ -133,12 +133,14 @@ class Drafts(msgspec.Struct, frozen=True):
     Args:
         committed: Tokens the row gained.
         branches: More of a step that drafted a tree.
+        failed: Whether drafting failed, so that the row stepped with fewer drafts.
     """
 
     drafted: int
     accepted: int
     committed: int
     branches: Branches | None = None
+    failed: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True):

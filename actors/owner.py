@@ -231,6 +231,7 @@ class ModelOwner:
             self._meter.saw_step(turn.lane, turn.width, turn.step_s)
             self._meter.saw_drafts(turn.depth, [(d.drafted, d.accepted) for d in turn.drafts])
             for drafts in turn.drafts:
+                self._meter.draft_failures += drafts.failed
                 if (tree := drafts.branches) is not None:
                     self._meter.saw_branches(tree.carried, tree.nodes, tree.taken, drafts.committed)
         self._meter.tokens_committed += turn.committed

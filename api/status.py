@@ -122,6 +122,7 @@ class StatusPage:
                 "steps_by_depth": {str(k): v for k, v in sorted(meter.steps_by_depth.items())},
                 "drafted_tokens": meter.drafted_tokens,
                 "accepted_tokens": meter.accepted_tokens,
+                "draft_failures": meter.draft_failures,
                 "cohorts_sealed": meter.cohorts_sealed,
                 "seconds_since_progress": round(self._idle_s(), 3),
                 "requests": dict(sorted(meter.requests.items())),

@@ -12,9 +12,10 @@ from .choosing import ON_HOST, Chooser, Span
 from .geometry import lane_name
 from .head import Head
 from .prefix import PrefixBank
-from .ragged import Layout, RowSlots
+from .ragged import Layout, Pass, RowSlots
 from .reading import PromptReader
 from .seats import OwnSeat, Seats
+from .verify import Draft
 
 
 class Seated(msgspec.Struct):
@@ -87,7 +88,7 @@ class ArLane:
         for row, depth in zip(rows, depths, strict=True):
             try:
                 places[self._seats.take(row, rows)] = row, depth
-            except RowError as error:
+            except Exception as error:  # whatever it was, the row has no seat
                 deltas.append(RowDelta(row.key, error=str(error)))
         while places:
             order = sorted(places)
@@ -106,14 +107,69 @@ class ArLane:
 
     def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:
         """Step seated rows; nothing is drafted here, so every depth is 0."""
-        layout = seated.layout([1] * len(seated.rows))
         tokens = mx.array([row.last_token for row in seated.rows])
-        passed = self.trunk.step(seated.slots, layout, tokens)
-        spans = [Span(row, at, []) for at, row in enumerate(seated.rows)]
-        deltas = self.chooser.verify(passed, spans, ())
-        for place in seated.places:
-            seated.slots.advance(place, 1)
+        return self._verify_drafts(seated, tokens, [[] for _ in seated.rows], ())
+
+    def _verify_drafts(
+        self,
+        seated: Seated,
+        tokens: mx.array,
+        drafts: Sequence[list[Draft | None]],
+        columns: Sequence[mx.array],
+    ) -> list[RowDelta]:
+        """Run each row's last token and its drafts, and commit what comes of them.
+
+        Args:
+            tokens: Packed row after row.
+            columns: The drafts' arrays, to compute along with the pass.
+        """
+        deltas, broken = self._run(seated, range(len(seated.rows)), tokens, drafts, columns)
+        # Masks do not hide what is no number: a wrong draft's, or one that was left in the slot.
+        # A row that stops at one steps once more, from a clean slot and without drafts.
+        again = [at for at in broken if seated.slots.retract(seated.places[at])]
+        if again:
+            last = mx.array([seated.rows[at].last_token for at in again])
+            found, _ = self._run(seated, again, last, [[] for _ in again], ())
+            for at, delta in zip(again, found, strict=True):
+                deltas[at] = delta
+        for row, delta in zip(seated.rows, deltas, strict=True):
+            row.failed = delta.error is not None
         return deltas
+
+    def _run(
+        self,
+        seated: Seated,
+        which: Sequence[int],
+        tokens: mx.array,
+        drafts: Sequence[list[Draft | None]],
+        columns: Sequence[mx.array],
+    ) -> tuple[list[RowDelta], list[int]]:
+        """Run one pass over some of the seated rows.
+
+        Returns:
+            One delta for each of them, and those that failed on logits that are no numbers.
+        """
+        counts = [0] * len(seated.rows)
+        for at, drafted in zip(which, drafts, strict=True):
+            counts[at] = 1 + len(drafted)
+        layout = seated.layout(counts)
+        passed = self.trunk.step(seated.slots, layout, tokens)
+        spans = [
+            Span(seated.rows[at], layout.first[seated.places[at]], drafted)
+            for at, drafted in zip(which, drafts, strict=True)
+        ]
+        deltas = self.chooser.verify(passed, spans, columns)
+        broken = []
+        for at, span, delta in zip(which, spans, deltas, strict=True):
+            if delta.error is None:
+                self._keep(seated.slots, seated.places[at], passed, span, len(delta.tokens))
+            elif not passed.finite(span.first):
+                broken.append(at)
+        return deltas, broken
+
+    def _keep(self, slots: RowSlots, place: int, passed: Pass, span: Span, kept: int) -> None:
+        """Keep the first `kept` of a row's positions."""
+        slots.advance(place, kept)
 
     def close(self, row: Row) -> None:
         """Free the row's slot wherever it is; see `Lane.close`."""

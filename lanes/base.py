@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
 from ..runtime.context import RowContext, TokenLogprob
 from ..runtime.exits import Ids
+
+DRAFT_FAILURES: Final = 3  # of one row, after which nothing is drafted for it any more
 
 if TYPE_CHECKING:  # the scheduler core reads this file and must not load MLX by it
     import mlx.core as mx
@@ -97,6 +99,7 @@ class RowDelta(msgspec.Struct, frozen=True):
         accepted: How many of them, from the first, the model itself chose.
         branches: More of a step that drafted a tree.
         cached: Prompt tokens that were taken from the prefix bank and not computed.
+        draft_failed: Whether drafting failed for the row, which then stepped with fewer drafts.
         error: Why the row cannot go on; its neighbours are not concerned.
     """
 
@@ -108,6 +111,7 @@ class RowDelta(msgspec.Struct, frozen=True):
     accepted: int = 0
     branches: Branches | None = None
     cached: int = 0
+    draft_failed: bool = False
     error: str | None = None
 
 
@@ -141,6 +145,8 @@ class Row:
         self.unheard: list[Hidden] = []  # positions a head has still to read, oldest first
         self.prompt_set = frozenset(context.prompt) if context.sampling.penalised else frozenset()
         self.form = context.grammar.follow() if context.grammar is not None else None
+        self.failed = False  # its keys and values may be no numbers
+        self.draft_failures = 0
 
     def copy(self) -> Row:
         """Return an unseated twin that goes on by itself."""
@@ -148,7 +154,19 @@ class Row:
         twin.read, twin.unheard = self.read, list(self.unheard)
         twin.generated, twin.counts = list(self.generated), dict(self.counts)
         twin.form = self.form.copy() if self.form is not None else None
+        twin.failed, twin.draft_failures = self.failed, self.draft_failures
         return twin
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a head still drafts for it."""
+        return self.draft_failures < DRAFT_FAILURES
+
+    def draft_failed(self, times: int = 1) -> None:
+        """Note that drafting failed; the row goes on without drafts, after a few times for good."""
+        self.draft_failures += times
+        if not self.drafts:
+            self.unheard = []  # nobody will read them
 
     @property
     def position(self) -> int:

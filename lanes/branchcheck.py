@@ -1,8 +1,8 @@
 """What must hold before branches are carried: each node is blind to all branches but its own.
 
 Branches against B1: nodes of the right branch have the logits that plain decoding has. Branch
-isolation: they keep every bit when all other branches change. Kept branch: a row that went on by
-a branch computes what a row does that went the plain way.
+isolation: they keep every bit when all other branches change, and when those are no numbers. Kept
+branch: a row that went on by a branch computes what a row does that went the plain way.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,9 @@ def check_branches(
         answer = [int(logits.argmax()) for logits in plain]
         seen, went_on = _run(trunk, row, answer, 0)
         others, _ = _run(trunk, row, answer, 1)
+        beside_none, _ = _run(trunk, row, answer, 0, _Spoilt)
         apart = max(apart, _most_apart(seen, plain))
-        moved = max(moved, _most_apart(seen, others))
+        moved = max(moved, _most_apart(seen, others), _most_apart(seen, beside_none))
         after = max(after, _most_apart([went_on], plain[_RIGHT + 1 :]))
     return (
         Check("branches against B1", apart <= bound, f"{apart:.3g} of {bound:.3g} allowed"),
@@ -45,8 +46,25 @@ def check_branches(
     )
 
 
+class _Spoilt(Fork):
+    """A fork whose wrong branches are no numbers."""
+
+    right: Sequence[int] = ()
+
+    def add(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Spoil all nodes but the right ones."""
+        keys, values = super().add(layer, keys, values)
+        wrong = np.ones((keys.shape[0], 1, 1), bool)
+        wrong[list(self.right)] = False
+        spoilt = [
+            mx.where(mx.array(wrong), float("nan"), a).astype(a.dtype) for a in (keys, values)
+        ]
+        self._new[layer] = spoilt[0], spoilt[1]
+        return self._new[layer]
+
+
 def _run(
-    trunk: Trunk, row: Row, answer: Sequence[int], others: int
+    trunk: Trunk, row: Row, answer: Sequence[int], others: int, kind: type[Fork] = Fork
 ) -> tuple[list[NDArray[np.float32]], NDArray[np.float32]]:
     """Return the logits along the right branch, and those of a plain step behind it.
 
@@ -61,7 +79,9 @@ def _run(
         node = tree.add(right[-1], answer[at])
         tree.add(right[-1], _wrong(answer[at], others + 2))
         right.append(node)
-    fork = Fork(twin.slots, twin.slots.lengths[0])
+    fork = kind(twin.slots, twin.slots.lengths[0])
+    if isinstance(fork, _Spoilt):
+        fork.right = right
     passed = trunk.branch(fork, tree.reach(range(len(tree))), mx.array(tree.tokens))
     logits = passed.host()
     seen = [logits[node].copy() for node in right]
@@ -79,4 +99,5 @@ def _wrong(token: int, which: int) -> int:
 def _most_apart(
     ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]]
 ) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=False))
+    found = [float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=False)]
+    return max(found) if np.isfinite(found).all() else float("inf")  # max() may skip a NaN

@@ -108,8 +108,11 @@ class HostChooser:
     def draft_one(
         self, logits: Logits, row: Row, before: Sequence[Draft | None], ids: Ids | None
     ) -> Draft:
-        """Draft a single row's next token."""
-        return self._acceptance.draft(logits, row, known(before), ids)
+        """Draft a single row's next token; what goes wrong in here is that row's alone."""
+        try:
+            return self._acceptance.draft(logits, row, known(before), ids)
+        except Exception:  # without a draft the row has the same tokens, only fewer a step
+            return Draft(0, failed=True)
 
     def verify(
         self, passed: Pass, spans: Sequence[Span], columns: Sequence[mx.array]

@@ -81,7 +81,7 @@ def _followed(span: Span, choices: Iterator[Choice]) -> RowDelta:
     """Commit a row's choices; what goes wrong in here is that row's alone."""
     try:
         return span.delta(follow(span.row, choices, known(span.drafts)))
-    except RowError as error:
+    except Exception as error:
         return choosing_failed(span.row, error)
 
 

@@ -56,16 +56,23 @@ class HyperLane(MtpLane):
     def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:
         (row,) = seated.rows
         depth = min(depths[0], row.left - 1)
-        if depth == 0:
+        if depth == 0 or not row.drafts or not row.unheard:
             return super()._step(seated, [0])
-        catch_up(self._drafting, seated)
-        hidden = listen(self._drafting, seated, [0])
-        tree = Grower(self._drafting, seated, hidden).grow(depth)
+        tree = self._grow(seated, depth)
+        if tree is None:
+            row.draft_failed()
+            seated.slots.wipe(0, seated.slots.lengths[0])
+            (delta,) = super()._step(seated, [0])
+            return [msgspec.structs.replace(delta, draft_failed=True)]
         passed, fork = self._verify(seated, tree)
         assert passed.hidden is not None
+        logits = passed.host()
         try:
-            verdict, kept = follow_tree(row, passed.host(), tree)
+            verdict, kept = follow_tree(row, logits, tree)
         except Exception as error:
+            if not passed.finite(0) and seated.slots.retract(seated.places[0]):
+                return super()._step(seated, [0])  # what is no number may be a wrong draft's
+            row.failed = True
             return [choosing_failed(row, error)]
         if fork is not None:
             fork.keep(kept)
@@ -81,6 +88,14 @@ class HyperLane(MtpLane):
                 branches=_branches(tree, verdict.tokens[: verdict.accepted]),
             )
         ]
+
+    def _grow(self, seated: Seated, depth: int) -> Tree | None:
+        """Return the tree of drafts for the step; None when no draft could be had."""
+        if catch_up(self._drafting, seated):
+            return None
+        hidden = listen(self._drafting, seated, [0])
+        tree = Grower(self._drafting, seated, hidden).grow(depth)
+        return tree if len(tree) > 1 else None
 
     def _verify(self, seated: Seated, tree: Tree) -> tuple[Pass, Fork | None]:
         """Run every node of a tree; without branches that is a plain verify, and quicker."""
@@ -108,7 +123,10 @@ class Grower:
         self._numbers: dict[int, int] = {}  # nodes the head has read, as its fork counts them
 
     def grow(self, depth: int) -> Tree:
-        """Return the tree whose nodes are the likeliest to be gone through."""
+        """Return the tree whose nodes are the likeliest to be gone through.
+
+        Nodes behind which drafting fails have no children.
+        """
         level = [0]
         self._give_children(level)
         for below in range(1, depth):
@@ -131,7 +149,12 @@ class Grower:
         logits = on_host(self._head.logits(self._hidden))
         for node, mine in zip(level, logits, strict=True):
             before = self._tree.tokens_to(node)
-            tokens, scores = _COUPLED.candidates(mine, self._row, before, self._head.ids, _CHILDREN)
+            try:
+                tokens, scores = _COUPLED.candidates(
+                    mine, self._row, before, self._head.ids, _CHILDREN
+                )
+            except Exception:
+                continue
             for token, share in zip(tokens, _shares(scores), strict=True):
                 self._tree.add(node, token)
                 self._values.append(self._values[node] * share)

@@ -53,6 +53,7 @@ class Wanted(msgspec.Struct, frozen=True):
         numerics: "throughput", "balanced" or "b1-exact"; see numerics.py.
         depth: A depth that was asked for, or None; above 0 it cannot be had without a head.
         prefix_bytes: Bytes of prompts' keys and values that are kept for reuse; 0 for none.
+        chunk: The most prompt tokens read in one turn; None for as many as the arithmetic likes.
     """
 
     mode: Mode
@@ -63,6 +64,7 @@ class Wanted(msgspec.Struct, frozen=True):
     numerics: str = "throughput"
     depth: int | None = None
     prefix_bytes: int = 0
+    chunk: int | None = None
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -91,7 +93,7 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
     found, origin = _find(model, wanted)
     parts = found[1] if found else None
     one_row = needed[-1] == 1 and wanted.mode is not Mode.HYPER
-    trunk, why = _choose_trunk(model, parts, one_row, wanted.exact_widths)
+    trunk, why = _choose_trunk(model, parts, one_row, wanted)
     head = _attach(trunk, *found) if found else None
     if wanted.numerics == BALANCED:
         why += "; " + balance(trunk, model.net.layers[0])
@@ -199,7 +201,7 @@ def _golden(head: Head, trunk: Trunk, source: HeadSource, model: LoadedModel) ->
 
 
 def _choose_trunk(
-    model: LoadedModel, parts: HeadParts | None, one_row: bool, exact_widths: bool
+    model: LoadedModel, parts: HeadParts | None, one_row: bool, wanted: Wanted
 ) -> tuple[Trunk, str]:
     """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers.
 
@@ -211,20 +213,20 @@ def _choose_trunk(
     if why_not is None:
         layers = [net.layers[0], *([] if parts is None else parts.layers)]
         others = [Halves(net).output_weight, *([] if parts is None else [parts.fc.weight])]
-        tiles = probe_tiles(lockstep.products(layers, *others), exact_widths)
+        tiles = probe_tiles(lockstep.products(layers, *others), wanted.exact_widths)
         if tiles is not None:
             why = f"rows keep their bits in tiles of {tiles.tile}, a lone row is in {tiles.lone}"
             return LockstepTrunk(net, tiles, vocab_size), why
         why_not = "this BLAS rounds by a row's place in every tile"
     foreign = foreign_caches(net)
     if not foreign:
-        return StockTrunk(net, vocab_size), why_not
+        return StockTrunk(net, vocab_size, wanted.chunk), why_not
     if not one_row:
         raise ModelError(
             f"model {model.card.name!r} keeps its state in {', '.join(foreign)}, which holds no "
             "rows or branches side by side; serve it with scheduler_mode serial or cooperative"
         )
-    return SoloTrunk(net, vocab_size), f"{why_not}; state in {', '.join(foreign)}"
+    return SoloTrunk(net, vocab_size, wanted.chunk), f"{why_not}; state in {', '.join(foreign)}"
 
 
 def _why_not_constant_shape(model: LoadedModel) -> str | None:

@@ -18,6 +18,7 @@ from .base import Hidden, Receipt, RowDelta, Trunk
 from .choosing import Chooser, Column, Span
 from .head import LONG, Head
 from .prefix import PrefixBank
+from .ragged import Pass, RowSlots
 from .reading import gathered, hear
 from .verify import Draft
 
@@ -44,31 +45,29 @@ class MtpLane(ArLane):
         self._drafting = head
 
     def _step(self, seated: Seated, depths: Sequence[int]) -> list[RowDelta]:
-        # A row near its budget drafts no more than it may still commit.
-        depths = [
-            max(0, min(depth, row.left - 1)) for row, depth in zip(seated.rows, depths, strict=True)
-        ]
         drafter = Drafter(self._drafting, self.chooser, seated, depths)
         drafter.run()
-        layout = seated.layout([1 + wanted for wanted in depths])
-        passed = self.trunk.step(seated.slots, layout, drafter.woven())
-        assert passed.hidden is not None
-        spans = [
-            Span(row, layout.first[place], drafts)
-            for row, place, drafts in zip(seated.rows, seated.places, drafter.drafts, strict=True)
+        columns = [column.tokens for column in drafter.columns]
+        deltas = self._verify_drafts(seated, drafter.woven(), drafter.drafts, columns)
+        drafter.look_back()
+        return [
+            msgspec.structs.replace(delta, draft_failed=True) if at in drafter.failed else delta
+            for at, delta in enumerate(deltas)
         ]
-        deltas = self.chooser.verify(passed, spans, [c.tokens for c in drafter.columns])
-        for span, place, delta in zip(spans, seated.places, deltas, strict=True):
-            seated.slots.advance(place, len(delta.tokens))
-            span.row.unheard.append(Hidden(passed.hidden, span.first, len(delta.tokens)))
-        return deltas
+
+    def _keep(self, slots: RowSlots, place: int, passed: Pass, span: Span, kept: int) -> None:
+        super()._keep(slots, place, passed, span, kept)
+        if span.row.drafts:
+            assert passed.hidden is not None
+            span.row.unheard.append(Hidden(passed.hidden, span.first, kept))
 
 
 class Drafter:
-    """Drafts for the rows of one step.
+    """Drafts for the rows of one step; a row whose draft fails gets no more of them.
 
     Args:
-        depths: How many tokens to draft for each row.
+        depths: How many tokens to draft for each row; near its budget a row drafts no more than
+            it may still commit.
     """
 
     def __init__(self, head: Head, chooser: Chooser, seated: Seated, depths: Sequence[int]) -> None:
@@ -76,25 +75,37 @@ class Drafter:
         self._chooser = chooser
         self._seated = seated
         self._slots = seated.slots
-        self._depths = depths
+        self._depths = [
+            max(0, min(depth, row.left - 1)) if row.drafts and row.unheard else 0
+            for row, depth in zip(seated.rows, depths, strict=True)
+        ]
+        self._finite: list[tuple[Sequence[int], mx.array]] = []  # of drafts the host has not seen
         self.columns: list[Column] = []
         self.drafts: list[list[Draft | None]] = [[] for _ in seated.rows]
+        self.failed: set[int] = set()  # rows
 
     def run(self) -> None:
         """Draft depth by depth; `columns` and `drafts` hold what came of it."""
-        catch_up(self._head, self._seated)
+        for at in catch_up(self._head, self._seated):
+            self._fail(at)
         live = self._wanting(0)
         if not live:
             return
         hidden = listen(self._head, self._seated, live)
         lengths = list(self._slots.drafted)
-        while True:
-            self._draft(hidden, live)
+        while live:
+            drafted = self._draft(hidden, live)
             deeper = self._wanting(len(self.columns))
-            if not deeper:
-                return
-            hidden = self._deepen(hidden, lengths, live, deeper)
+            if deeper:
+                hidden = self._deepen(hidden, lengths, live, drafted, deeper)
             live = deeper
+
+    def look_back(self) -> None:
+        """Note whose drafts the device chose from what was no number; the step is over."""
+        for rows, finite in self._finite:
+            for at, sound in zip(rows, finite.tolist(), strict=True):  # type: ignore[arg-type]
+                if not sound:
+                    self._fail(at)
 
     def woven(self) -> mx.array:
         """Return every row's last token and its drafts behind it, row after row."""
@@ -115,42 +126,84 @@ class Drafter:
         """Return the rows that want more than `depth` drafts."""
         return [i for i, wanted in enumerate(self._depths) if wanted > depth]
 
-    def _draft(self, hidden: mx.array, live: Sequence[int]) -> None:
-        """Draft one token for each live row from the head's hidden states [live, size]."""
+    def _fail(self, at: int) -> None:
+        """Leave a row without further drafts in this step, and clean what the head made of it."""
+        self._depths[at] = len(self.drafts[at])
+        if at not in self.failed:
+            self.failed.add(at)
+            self._seated.rows[at].draft_failed()
+            place = self._seated.places[at]
+            self._slots.wipe(place, self._slots.lengths[place])
+
+    def _draft(self, hidden: mx.array, live: Sequence[int]) -> list[int]:
+        """Draft one token for each live row from the head's hidden states [live, size].
+
+        Returns:
+            The rows that have one.
+        """
         column = self._chooser.draft(
             self._head.logits(hidden),
             [self._seated.rows[i] for i in live],
             [self.drafts[i] for i in live],
             self._head.ids,
         )
+        if None in column.drafts:
+            finite = mx.all(mx.isfinite(hidden), axis=-1)
+            mx.async_eval(finite)
+            self._finite.append((list(live), finite))
+        sound = [d is None or not d.failed for d in column.drafts]
+        drafted = [i for i, fine in zip(live, sound, strict=True) if fine]
+        for i, fine in zip(live, sound, strict=True):
+            if not fine:
+                self._fail(i)
+        if not drafted:
+            return drafted
+        if len(drafted) < len(live):
+            kept = [at for at, fine in enumerate(sound) if fine]
+            column = Column(column.tokens[mx.array(kept)], [column.drafts[at] for at in kept])
         self.columns.append(column)
-        for i, draft in zip(live, column.drafts, strict=True):
+        for i, draft in zip(drafted, column.drafts, strict=True):
             self.drafts[i].append(draft)
+        return drafted
 
     def _deepen(
-        self, hidden: mx.array, lengths: list[int], live: Sequence[int], deeper: Sequence[int]
+        self,
+        hidden: mx.array,
+        lengths: list[int],
+        live: Sequence[int],
+        drafted: Sequence[int],
+        deeper: Sequence[int],
     ) -> mx.array:
         """Run the head on its own output and the last draft of each row that goes deeper.
 
         Args:
             lengths: Where each slot's temporary entries go; advanced.
+            live: The rows of `hidden`.
+            drafted: Those of the last column.
         """
         layout = self._seated.layout([int(i in deeper) for i in range(len(self._seated.rows))])
         tokens = self.columns[-1].tokens
         if len(deeper) < len(live):
-            at = mx.array([live.index(i) for i in deeper])
-            hidden, tokens = hidden[at], tokens[at]
+            hidden = hidden[mx.array([live.index(i) for i in deeper])]
+        if len(deeper) < len(drafted):
+            tokens = tokens[mx.array([drafted.index(i) for i in deeper])]
         out = self._head.step(self._slots, lengths, layout, hidden, tokens)
         for i in deeper:
             lengths[self._seated.places[i]] += 1
         return out
 
 
-def catch_up(head: Head, seated: Seated) -> None:
-    """Let a head read long runs of committed positions, as prompts are read."""
-    for row, place in zip(seated.rows, seated.places, strict=True):
-        if row.unheard_count > LONG:
-            hear(head, row, seated.slots, place)
+def catch_up(head: Head, seated: Seated) -> list[int]:
+    """Let a head read long runs of committed positions, as prompts are read.
+
+    Returns:
+        The rows that it could not read.
+    """
+    return [
+        at
+        for at, (row, place) in enumerate(zip(seated.rows, seated.places, strict=True))
+        if row.unheard_count > LONG and not hear(head, row, seated.slots, place)
+    ]
 
 
 def listen(head: Head, seated: Seated, live: Sequence[int]) -> mx.array:

@@ -78,7 +78,7 @@ class PrefixBank:
         row.slots.reserve(end)
         self._copy(found, row.slots, begin)
         row.read = row.slots.lengths[0] = end
-        if found[-1].hidden is not None:
+        if found[-1].hidden is not None and row.drafts:
             row.slots.drafted[0] = end - 1
             row.unheard = [Hidden(found[-1].hidden, 0, 1)]
         for node in reversed(found):  # parents count as used after their children
@@ -86,7 +86,7 @@ class PrefixBank:
         return end - begin
 
     def keep(self, row: Row) -> None:
-        """Keep the tile that a row has just read, when it is a whole one."""
+        """Keep the tile that a row has just read, when it is a whole one and all numbers."""
         begin, end = row.read - self._tile, row.read
         if begin < 0 or row.read % self._tile or self._limit == 0:
             return
@@ -95,6 +95,8 @@ class PrefixBank:
         if parent is None or tile in parent.children:
             return
         node = self._cut(parent, tile, row, begin, end)
+        if node is None:
+            return
         parent.children[tile] = node
         self._used[node] = None
         self.nbytes += node.nbytes
@@ -119,8 +121,8 @@ class PrefixBank:
             node = node.children.get(tokens[at : at + self._tile])
         return node
 
-    def _cut(self, parent: _Node, tile: Tile, row: Row, begin: int, end: int) -> _Node:
-        """Copy what a tile added out of a row's buffers."""
+    def _cut(self, parent: _Node, tile: Tile, row: Row, begin: int, end: int) -> _Node | None:
+        """Copy what a tile added out of a row's buffers; None when not all of it are numbers."""
         last = row.unheard[-1] if row.unheard else None
         hidden = None
         if last is not None:
@@ -130,7 +132,12 @@ class PrefixBank:
             [self._part(buffer, layer, begin, end) for layer, buffer in enumerate(buffers)]
             for buffers in (row.slots.keys, row.slots.values)
         )
-        mx.eval(keys, values, hidden)
+        every = [array for array in (*keys, *values, hidden) if array is not None]
+        # x - x is 0 for numbers and NaN for all else; two operations an array.
+        finite = mx.isfinite(mx.stack([mx.sum(array - array) for array in every])).all()
+        mx.eval(finite, every)
+        if not finite.item():
+            return None
         return _Node(parent, tile, keys, values, hidden)
 
     def _part(self, buffer: mx.array | None, layer: int, begin: int, end: int) -> mx.array | None:

@@ -1,8 +1,10 @@
 """Keys and values of rows side by side, each with its own length.
 
 Rows are left-aligned: position p of a row lies at index p of its slot. Taking tokens back is
-changing a length; what lies beyond it is masked and later overwritten. One object satisfies
-mlx-lm's cache protocol a layer, so its model classes run unmodified on it.
+changing a length; what lies beyond it is masked and later overwritten. Masking hides numbers
+only: 0 x NaN is NaN. So what is not a number is wiped out of a slot (`RowSlots.wipe`) when the row
+that left it fails, and filler is zero, never another row's. One object satisfies mlx-lm's cache
+protocol a layer, so its model classes run unmodified on it.
 """
 
 from collections.abc import Sequence
@@ -84,6 +86,43 @@ class RowSlots:
         """Keep the first `kept` of the positions the last pass wrote; the rest is forgotten."""
         self.lengths[slot] += kept
 
+    def retract(self, slot: int) -> bool:
+        """Forget all the last pass wrote for a slot, and wipe what lies beyond its length.
+
+        Returns:
+            Whether a pass from there may find other numbers than the last one did.
+        """
+        self.wipe(slot, self.lengths[slot])
+        return True
+
+    def wipe(self, slot: int, start: int) -> None:
+        """Write zeros over a slot from a position on, in every layer."""
+        for buffers in (self.keys, self.values):
+            for layer, buffer in enumerate(buffers):
+                if buffer is not None and start < self.capacity:
+                    buffer[slot, :, start:] = 0
+                    buffers[layer] = buffer
+
+    def spoil(self) -> None:
+        """Make every entry not a number, to see what comes of it (selfcheck.py)."""
+        self.keys = [
+            None if k is None else mx.full(k.shape, float("nan"), k.dtype) for k in self.keys
+        ]
+        self.values = [
+            None if v is None else mx.full(v.shape, float("nan"), v.dtype) for v in self.values
+        ]
+
+    def vacate(self, slot: int, *, wiped: bool) -> None:
+        """Empty a slot.
+
+        Args:
+            wiped: Whether its entries may be no numbers, which a mask would not hide.
+        """
+        if wiped:
+            self.wipe(slot, 0)
+        self.lengths[slot] = 0
+        self.drafted[slot] = 0
+
     def place(self, slot: int, row: "RowSlots") -> None:
         """Copy a single row's valid tokens into a slot."""
         length = row.lengths[0]
@@ -104,7 +143,11 @@ class RowSlots:
         return self.extract(0)
 
     def extract(self, slot: int) -> "RowSlots":
-        """Return a copy of one slot as a row of its own."""
+        """Return a copy of one slot as a row of its own.
+
+        Raises:
+            RowError: When there is no memory for it; nothing has changed then.
+        """
         row = RowSlots(1, len(self.keys))
         length = self.lengths[slot]
         row.lengths[0] = length
@@ -115,7 +158,10 @@ class RowSlots:
                 continue
             row.keys[layer] = _padded(keys[slot : slot + 1, :, :length], row.capacity)
             row.values[layer] = _padded(values[slot : slot + 1, :, :length], row.capacity)
-        mx.eval(row.keys, row.values)
+        try:
+            mx.eval(row.keys, row.values)
+        except RuntimeError as error:
+            raise RowError(f"there is no memory to move {length} positions: {error}") from None
         return row
 
     def _buffer(self, buffer: mx.array | None, like: mx.array) -> mx.array:
@@ -217,12 +263,15 @@ class Layout:
         ends = np.cumsum(counts)
         self.total = int(ends[-1])
         self.first = tuple(int(end) - count for end, count in zip(ends, counts, strict=True))
-        # Rows as a rectangle [slots, most]: where there is nothing, the pass's first row stands in.
+        # Rows as a rectangle [slots, most]: where there is nothing, a zero behind all rows stands
+        # in. Another row's entries would do too, if they were sure to be numbers.
         offsets = np.arange(self.most)
         real = offsets < np.array(counts)[:, None]
         self.packed = self.total == real.size  # the rectangle is full: nothing to move
-        self.from_packed = np.where(real, np.array(self.first)[:, None] + offsets, 0).ravel()
+        places = np.where(real, np.array(self.first)[:, None] + offsets, self.total)
+        self.from_packed = places.ravel()
         self.from_rectangle = np.flatnonzero(real)
+        self._fillers: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     @property
     def last(self) -> list[int]:
@@ -232,15 +281,22 @@ class Layout:
         ]
 
     def spread(self, packed: mx.array) -> mx.array:
-        """Turn [total, ...] into [slots, most, ...]."""
+        """Turn [total, ...] into [slots, most, ...]; filler is zero."""
         if not self.packed:
-            packed = packed[mx.array(self.from_packed)]
+            packed = mx.concatenate([packed, self._filler(packed)])[mx.array(self.from_packed)]
         return packed.reshape(len(self.counts), self.most, *packed.shape[1:])
 
     def pack(self, rectangle: mx.array) -> mx.array:
         """Turn [slots, most, ...] into [total, ...]."""
         flat = rectangle.reshape(-1, *rectangle.shape[2:])
         return flat if self.packed else flat[mx.array(self.from_rectangle)]
+
+    def _filler(self, like: mx.array) -> mx.array:
+        """Return one zero row; made once a pass for all layers."""
+        kind = like.shape[1:], like.dtype
+        if kind not in self._fillers:
+            self._fillers[kind] = mx.zeros((1, *kind[0]), kind[1])
+        return self._fillers[kind]
 
 
 class Pass:
@@ -270,6 +326,11 @@ class Pass:
         out = self.logits.astype(mx.float32)
         mx.eval(out, self.hidden, self._slots.keys, self._slots.values)
         return np.array(out, copy=False)
+
+    def finite(self, position: int) -> bool:
+        """Whether the largest logit of a packed position is a number."""
+        assert self.logits is not None
+        return bool(mx.isfinite(mx.max(self.logits[position])).item())
 
 
 def _padded(buffer: mx.array, capacity: int) -> mx.array:

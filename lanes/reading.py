@@ -1,13 +1,16 @@
 """Reading a prompt in whole tiles, by the model and, where there is one, by its head behind it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..runtime.context import TokenLogprob
+from ..runtime.errors import RowError
 from . import sampler
-from .base import Hidden, Row, Trunk
+from .base import DRAFT_FAILURES, Hidden, Row, Trunk
 from .head import Head
 from .prefix import PrefixBank
 from .ragged import RowSlots
@@ -50,7 +53,7 @@ class PromptReader:
         last: Logits | None = None
         cached = 0
         while row.read < stop:
-            if self._bank is not None and (taken := self._bank.give(row)):
+            if taken := self._take(row):
                 cached += taken
                 continue
             # Boundaries lie at multiples of the tile, so the arithmetic knows only the prompt.
@@ -61,9 +64,22 @@ class PromptReader:
             if logits is not None and end == len(prompt):
                 last = logits[-1]
             row.read = end
-            if self._bank is not None:
-                self._bank.keep(row)
+            self._keep(row)
         return Read(last, tuple(scored), cached)
+
+    def _take(self, row: Row) -> int:
+        """Take from the bank what it has; a bank that fails costs time and nothing else."""
+        if self._bank is None:
+            return 0
+        with suppress(Exception):
+            return self._bank.give(row)
+        return 0
+
+    def _keep(self, row: Row) -> None:
+        """Give the bank what was read, by the model and by the head where there is one."""
+        if self._bank is not None and (self._head is None or row.drafts):
+            with suppress(Exception):
+                self._bank.keep(row)
 
     def _read_tile(self, row: Row, end: int) -> Logits | None:
         want = "last" if end == len(row.context.prompt) else "none"
@@ -71,7 +87,7 @@ class PromptReader:
             want = "all"
         tokens = row.context.prompt[row.read : end]
         passed = self._trunk.prefill(row.slots, tokens, want=want)
-        if self._head is not None:
+        if self._head is not None and row.drafts:
             assert passed.hidden is not None
             row.unheard.append(Hidden(passed.hidden, 0, len(tokens)))
             hear(self._head, row, row.slots, 0)
@@ -81,13 +97,22 @@ class PromptReader:
         return passed.host()
 
 
-def hear(head: Head, row: Row, slots: RowSlots, slot: int) -> None:
-    """Let a head read a row's positions up to the last, which is needed for drafting."""
+def hear(head: Head, row: Row, slots: RowSlots, slot: int) -> bool:
+    """Let a head read a row's positions up to the last, which is needed for drafting.
+
+    Returns:
+        Whether it could; a row that a head has not read is never drafted for again.
+    """
     count = row.unheard_count - 1
-    if count > 0:
-        tokens = row.tokens_from(slots.drafted[slot] + 1, count)
-        spans, row.unheard = _split(row.unheard)
+    if count <= 0:
+        return True
+    tokens = row.tokens_from(slots.drafted[slot] + 1, count)
+    spans, row.unheard = _split(row.unheard)
+    try:
         head.read(slots, slot, gathered(spans), tokens)
+    except Exception:  # nothing is computed yet: what the device says comes later
+        row.draft_failed(DRAFT_FAILURES)
+    return row.drafts
 
 
 def gathered(spans: Sequence[Hidden]) -> mx.array:
@@ -109,9 +134,15 @@ def _split(spans: Sequence[Hidden]) -> tuple[list[Hidden], list[Hidden]]:
 
 
 def _scored(row: Row, logits: Logits, end: int) -> list[TokenLogprob]:
-    """Return log probabilities of the prompt tokens that positions up to `end` predict."""
+    """Return log probabilities of the prompt tokens that positions up to `end` predict.
+
+    Raises:
+        RowError: When the model produced no finite logit.
+    """
     prompt, alternatives = row.context.prompt, row.context.sampling.logprobs or 0
     start = end - len(logits)
+    if not np.isfinite(logits.max(axis=-1)).all():
+        raise RowError(sampler.NOT_FINITE)
     entries = [TokenLogprob(prompt[0], None, ())] if start == 0 else []
     entries.extend(
         sampler.logprob_of(logits[at - start], prompt[at + 1], alternatives)

@@ -42,9 +42,10 @@ class Seats:
             row.slots = self._slots.extract(at)
         row.seats = None
         self._rows[at] = None
-        self._slots.lengths[at] = 0
         if not any(self._rows):
             self._slots.clear()
+        else:
+            self._slots.vacate(at, wiped=row.failed)
 
     def _seat(self, row: Row, stepping: Sequence[Row]) -> None:
         if row.seats is not None:
@@ -53,7 +54,11 @@ class Seats:
             idle = next(r for r in self._rows if r is not None and r not in stepping)
             self.leave(idle, keep=True)
         at = self._rows.index(None)
-        self._slots.place(at, row.slots)
+        try:
+            self._slots.place(at, row.slots)
+        except Exception:
+            self._slots.vacate(at, wiped=False)
+            raise
         row.slots.clear()
         self._rows[at] = row
         row.seats = self

@@ -5,11 +5,13 @@ wider lanes need rows side by side, which these caches cannot hold.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..runtime.errors import ModelError
@@ -61,15 +63,35 @@ class CachedRow(RowSlots):
                 _restore(cache, state)
             self.again = self._fresh[:keeping]
 
+    def spoil(self) -> None:
+        """See `RowSlots.spoil`; a cache whose state cannot be set stays as it is."""
+        super().spoil()
+        for cache in self.caches:
+            with suppress(Exception):
+                cache.state = tree_map(_no_numbers, cache.state)
+
+    def retract(self, slot: int) -> bool:
+        """Forget the last pass; see `RowSlots.retract`. Single tokens would give the same again."""
+        super().retract(slot)
+        if len(self._fresh) == 1:
+            return False
+        self.advance(slot, 0)
+        return True
+
 
 class SoloTrunk(SlotMaker):
-    """An mlx-lm model as it is, one row a pass."""
+    """An mlx-lm model as it is, one row a pass.
+
+    Args:
+        most: The most prompt tokens of one pass, where that is less than `prefill_tile`.
+    """
 
     arithmetic = "stock"
     prefill_tile = 512
 
-    def __init__(self, net: nn.Module, vocab_size: int) -> None:
+    def __init__(self, net: nn.Module, vocab_size: int, most: int | None = None) -> None:
         super().__init__(0)
+        self.prefill_tile = min(self.prefill_tile, most or self.prefill_tile)
         self._net: Any = net
         self.halves = halves(net)
         self.vocab_size = vocab_size
@@ -127,6 +149,12 @@ def without_checkpoint(net: nn.Module) -> list[str]:
     """Name the kinds of state of a model that a partly accepted draft could not be undone in."""
     kinds = {type(cache) for cache in make_prompt_cache(net)} - set(_CHECKPOINTED)
     return sorted(kind.__name__ for kind in kinds)
+
+
+def _no_numbers(array: Any) -> Any:
+    if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    return mx.full(array.shape, float("nan"), array.dtype)
 
 
 def _state(cache: Any) -> Any:

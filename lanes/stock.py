@@ -20,13 +20,18 @@ SPAN_GRAIN: Final = 64  # spans grow in steps, so kernels meet few shapes
 
 
 class StockTrunk(SlotMaker):
-    """An mlx-lm model as it is; its caches must all be plain keys and values."""
+    """An mlx-lm model as it is; its caches must all be plain keys and values.
+
+    Args:
+        most: The most prompt tokens of one pass, where that is less than `prefill_tile`.
+    """
 
     arithmetic = "stock"
     prefill_tile = 512
 
-    def __init__(self, net: nn.Module, vocab_size: int) -> None:
+    def __init__(self, net: nn.Module, vocab_size: int, most: int | None = None) -> None:
         self._net: Any = net
+        self.prefill_tile = min(self.prefill_tile, most or self.prefill_tile)
         self.halves = halves(net)
         super().__init__(len(make_prompt_cache(net)))
         self.vocab_size = vocab_size

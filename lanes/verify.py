@@ -39,10 +39,15 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """One drafted token and, where acceptance needs it, what it was drawn from."""
+    """One drafted token and, where acceptance needs it, what it was drawn from.
+
+    Args:
+        failed: Whether drafting raised an error; the token means nothing then.
+    """
 
     token: int
     spread: Spread | None = None
+    failed: bool = False
 
 
 class Verdict(msgspec.Struct):
@@ -70,6 +75,9 @@ class Acceptance(Protocol):
 
         Args:
             logits: The head's, of the tokens `ids`.
+
+        Raises:
+            RowError: When they are not finite where it matters.
         """
         ...
 
@@ -81,7 +89,8 @@ class Acceptance(Protocol):
                 before it.
 
         Raises:
-            RowError: When the logits are not finite where it matters; tokens before are committed.
+            RowError: When the first position's are not finite where it matters; those that fail
+                behind others end the verdict.
         """
         ...
 
@@ -186,7 +195,7 @@ def follow_tree(row: Row, logits: Logits, tree: Tree) -> tuple[Verdict, list[int
         The verdict, and the nodes whose keys and values the row keeps: one a committed token.
 
     Raises:
-        RowError: When the logits are not finite where it matters; tokens before are committed.
+        RowError: When the root's logits are not finite where it matters.
     """
     way = [0]
 
@@ -201,18 +210,26 @@ def follow_tree(row: Row, logits: Logits, tree: Tree) -> tuple[Verdict, list[int
 
 
 def _walk(row: Row, choices: Iterable[Choice], drafted: Callable[[int], bool]) -> Verdict:
-    """Commit choices one by one, as long as each was drafted and does not end the row."""
+    """Commit choices one by one, as long as each was drafted and does not end the row.
+
+    A choice that fails behind others ends the step before it: what is committed counts, and the
+    next step begins with the choice that failed, as plain decoding would.
+    """
     verdict = Verdict([], [])
-    for token, report in choices:
-        row.commit(token)
-        verdict.tokens.append(token)
-        if report is not None:
-            verdict.logprobs.append(report)
-        if not drafted(token):
-            break
-        verdict.accepted += 1
-        if token in row.context.end_ids:
-            break
+    try:
+        for token, report in choices:
+            row.commit(token)
+            verdict.tokens.append(token)
+            if report is not None:
+                verdict.logprobs.append(report)
+            if not drafted(token):
+                break
+            verdict.accepted += 1
+            if token in row.context.end_ids:
+                break
+    except Exception:
+        if not verdict.tokens:
+            raise
     return verdict
 
 
@@ -233,6 +250,8 @@ def spread(logits: Logits, sampling: Sampling, ids: Ids | None) -> Spread:
         at = np.arange(logits.shape[0])
     temperature = sampling.temperature or 1.0
     scaled = logits[at].astype(np.float64) / temperature
+    if not np.isfinite(scaled.max()):  # a temperature so low that the quotient overflows
+        scaled = (logits[at].astype(np.float64) - float(logits.max())) / temperature
     weights = np.exp(scaled - scaled.max())
     return Spread(at if ids is None else ids[at], weights / weights.sum())
 
@@ -245,7 +264,11 @@ class Foreseen(NamedTuple):
 
 
 def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) -> Foreseen:
-    """Adjust a head's logits as the model's will be: penalties and grammar count the drafts."""
+    """Adjust a head's logits as the model's will be: penalties and grammar count the drafts.
+
+    Raises:
+        RowError: When they are not finite where it matters.
+    """
     sampling = row.context.sampling
     counts: Mapping[int, int] = row.counts
     if before and sampling.penalised:
@@ -253,7 +276,8 @@ def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) 
     with suppress(RowError):  # a draft may go wrong; the choice it is made for will say so
         if (allowed := row.allowed(before)) is not None:
             logits, ids = _common(logits, ids, allowed)
-    return Foreseen(sampler.adjust(logits, sampling, row.prompt_set, counts, ids), ids)
+    adjusted = sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
+    return Foreseen(sampler.finite(adjusted), ids)
 
 
 def _common(logits: Logits, ids: Ids | None, allowed: Ids) -> tuple[Logits, Ids | None]:

@@ -43,6 +43,7 @@ class Meter:
         self.drafting_rows = 0  # rows summed over steps that drafted for them
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.draft_failures = 0  # steps of a row in which drafting failed, as with a head's NaN
         self._reached: dict[int, int] = {}  # drafts at a depth whose forerunners were all accepted
         self._accepted: dict[int, int] = {}
         self.tokens_committed = 0

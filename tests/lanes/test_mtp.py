@@ -415,7 +415,7 @@ def test_a_row_that_outgrows_the_memory_ends_alone(
 
 
 def test_a_row_without_finite_logits_ends_alone_on_the_device_too() -> None:
-    """Tokens before the bad position count, the row ends with an error, others go on."""
+    """Tokens before the bad position count; the step that begins there ends the row alone."""
     made = lockstep()
     rows = [Row(str(i), context(i, SAMPLERS[0]), made[0].new_row()) for i in range(2)]
     logits = np.random.default_rng(1).standard_normal((4, VOCAB)).astype(np.float32)
@@ -424,7 +424,10 @@ def test_a_row_without_finite_logits_ends_alone_on_the_device_too() -> None:
     passed = Pass(made[0].new_row(), Layout([2, 2]), None, mx.array(logits))
     right = int(logits[2].argmax())
     spans = [Span(rows[0], 0, [Draft(first)]), Span(rows[1], 2, [Draft(right)])]
-    bad, good = DeviceChooser().verify(passed, spans, [mx.array([first, right])])
+    half, good = DeviceChooser().verify(passed, spans, [mx.array([first, right])])
+    assert (half.error, half.tokens) == (None, (first,))
+    passed = Pass(made[0].new_row(), Layout([1]), None, mx.array(logits[1:2]))
+    (bad,) = DeviceChooser().verify(passed, [Span(rows[0], 0, [])], [])
     assert bad.error is not None
     assert "no finite logit" in bad.error
     assert good.error is None
