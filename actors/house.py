@@ -214,7 +214,7 @@ def _build(
 
     model = load(path, args.dtype, args.device, args.context_tokens, args.served_name)
     card = model.card
-    text = Text(path, card.end_ids)
+    text = Text(path, card.end_ids, card.context)
     load_s = time.perf_counter() - began
     pace = args.pace
     wanted = Wanted(

@@ -68,7 +68,7 @@ class Speech:
         marks = text.marks_of(manner.dialect) if manner.marked else frozenset[int]()
         self.index = index
         self._most_calls = manner.most_calls
-        self._detokenizer = Detokenizer(text, marks)
+        self._detokenizer = Detokenizer(text, marks, behind=manner.behind)
         self._splitter = Splitter(manner)
         self._matcher = StopMatcher(stops)
         self._entries = _Entries()

@@ -16,6 +16,7 @@ from ..actors.speech import Ended, Piece
 from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text
+from .intake import prepared
 from .problems import broken_status, reply
 from .replies import (
     ChatChunk,
@@ -49,6 +50,7 @@ async def answer(house: House, order: Order, route: str, shape: Shape) -> Respon
         CallerError: When its rows never will fit.
         OwnerDied: When there is no model any more.
     """
+    prepared()
     _log_request(house, order, route)
     actor = house.start(order.generation)
     headers = {"x-request-id": order.generation.request_id}

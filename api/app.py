@@ -14,8 +14,8 @@ from ..actors.house import House
 from .anthropic.route import count_tokens, create_message
 from .chat import chat_completions
 from .completions import completions
-from .connection import read_body
 from .guard import Guard
+from .intake import Intake, prepared
 from .models import list_models, show_model
 from .openapi import openapi
 from .problems import from_exception, in_words_of, reply
@@ -59,15 +59,16 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     app.url_map.strict_slashes = False
     app.config.update(
         RESPONSE_TIMEOUT=None,  # streams last as long as they last; actors have deadlines
-        BODY_TIMEOUT=None,  # `read_body` has limits of its own
+        BODY_TIMEOUT=None,  # the intake has limits of its own
         MAX_CONTENT_LENGTH=house.args.body_limit_mb << 20,
     )
     guard = Guard(house.args)
     page = StatusPage(house, clock)
     store = ResponseStore()
+    intake = Intake(house.args.body_limit_mb << 20, house.args.client_stall_s)
 
     async def body() -> bytes:
-        return await read_body(request, house.args.client_stall_s)
+        return await intake.read(request)
 
     @app.before_request
     async def check() -> Response | None:
@@ -76,6 +77,10 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     @app.after_request
     async def dress(response: Response) -> Response:
         return guard.dress(request, in_words_of(request.path, response))
+
+    @app.teardown_request
+    async def give_back(_: BaseException | None) -> None:
+        prepared()
 
     @app.errorhandler(Exception)
     async def explain(error: Exception) -> Response:

@@ -1,13 +1,14 @@
 """From messages and tools to a prompt: what a chat template reads of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
 
 from ..runtime.errors import CallerError
 from ..runtime.text import ChatPrompt, Text
+from .intake import check_json
 from .schemas import (
     AssistantMessage,
     Content,
@@ -19,7 +20,12 @@ from .schemas import (
     ToolMessage,
 )
 
+Result = TypeVar("Result")
+
 INLINE_CHARACTERS: Final = 16_384  # longer prompts are tokenized off the event loop
+_INLINE_PARTS: Final = 1_024  # messages, blocks, keys and values that are looked through there
+_AT_A_TIME: Final = 2  # long texts in work; each holds memory that grows with it
+_LONG_WORK: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("long_work")
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -31,6 +37,7 @@ class Setting(msgspec.Struct, frozen=True):
         lead: What the answer is made to begin with.
         go_on: Let the answer go on with the last message.
         where: The field that holds the messages, for errors.
+        most: The tokens there is room for; None where they are only counted.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -38,6 +45,7 @@ class Setting(msgspec.Struct, frozen=True):
     lead: str = ""
     go_on: bool = False
     where: str = "messages"
+    most: int | None = None
 
 
 async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting) -> ChatPrompt:
@@ -46,21 +54,54 @@ async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting)
     Raises:
         CallerError: For content that a text model cannot take.
     """
-    plain = [plain_message(m, f"{setting.where}[{i}]") for i, m in enumerate(messages)]
 
     def encode() -> ChatPrompt:
+        plain = [plain_message(m, f"{setting.where}[{i}]") for i, m in enumerate(messages)]
         return text.chat(
             plain,
             setting.tools,
             options=setting.options,
             lead=setting.lead,
             go_on=setting.go_on,
+            most=setting.most,
+            where=setting.where,
         )
 
-    size = sum(len(str(m["content"])) for m in plain) + sum(len(str(t)) for t in setting.tools)
-    if size <= INLINE_CHARACTERS:
-        return encode()
-    return await trio.to_thread.run_sync(encode)
+    return await at_length(encode, is_long([messages, setting.tools, setting.options]))
+
+
+async def at_length(work: Callable[[], Result], long: bool) -> Result:
+    """Do work on text: at once, or in a thread where it is long, a few such at a time."""
+    if not long:
+        return work()
+    try:
+        limiter = _LONG_WORK.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(_AT_A_TIME)
+        _LONG_WORK.set(limiter)
+    return await trio.to_thread.run_sync(work, limiter=limiter)
+
+
+def is_long(value: Any) -> bool:
+    """Say whether work on a value's texts takes long, without looking through all of a long one."""
+    left, parts = INLINE_CHARACTERS, _INLINE_PARTS
+    todo: list[Any] = [value]
+    while todo:
+        item = todo.pop()
+        parts -= 1
+        if isinstance(item, str):
+            left -= len(item)
+        elif isinstance(item, Mapping):
+            parts -= len(item)
+            todo += [*item, *item.values()] if parts > 0 else []
+        elif isinstance(item, list | tuple):
+            parts -= len(item)
+            todo += item if parts > 0 else []
+        elif isinstance(item, msgspec.Struct):
+            todo += [getattr(item, name) for name in item.__struct_fields__]
+        if left < 0 or parts < 0:
+            return True
+    return False
 
 
 def described(tool: Tool) -> dict[str, Any]:
@@ -94,10 +135,12 @@ def plain_message(message: Message, where: str) -> dict[str, Any]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
+                        "arguments": _arguments(
+                            call.function.arguments, f"{where}.tool_calls[{at}].function.arguments"
+                        ),
                     },
                 }
-                for call in message.tool_calls
+                for at, call in enumerate(message.tool_calls)
             ]
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
@@ -130,9 +173,15 @@ def _flat(content: Content | None, where: str) -> str:
     return "".join(pieces)
 
 
-def _arguments(text: str) -> Any:
-    """Return a call's arguments as templates read them: an object where the text is one."""
+def _arguments(text: str, where: str) -> Any:
+    """Return a call's arguments as templates read them: an object where the text is one.
+
+    Raises:
+        CallerError: When they are nested too deeply.
+    """
+    raw = text.encode("utf-8", "replace")
+    check_json(raw, where)
     try:
-        return msgspec.json.decode(text)
+        return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return text

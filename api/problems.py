@@ -105,6 +105,8 @@ def from_exception(error: Exception) -> Response:
         case BusyError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return problem(503, str(error), code="overloaded", headers=headers)
+        case RecursionError():
+            return problem(400, "the body is nested too deeply")
         case OwnerDied():
             return problem(503, str(error), code="model_failed")
         case HTTPException():

@@ -3,18 +3,18 @@
 from typing import Final
 
 import msgspec
-import trio
 from quart import Response
 
 from ..actors.house import House
 from ..runtime.errors import CallerError
-from .conversation import Setting, described, encode_chat
+from .conversation import Setting, at_length, described, encode_chat, is_long
 from .problems import decode, reply
 from .replies import DetokenizeReply, TokenizeReply
 from .schemas import DetokenizeRequest, TokenizeRequest
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
+_INLINE_TOKENS: Final = 4_096
 
 
 async def tokenize(house: House, raw: bytes) -> Response:
@@ -27,8 +27,9 @@ async def tokenize(house: House, raw: bytes) -> Response:
         tokens = (await encode_chat(house.text, body.messages, setting)).tokens
     else:
         special = body.add_special_tokens is not False
-        tokens = await trio.to_thread.run_sync(
-            lambda: house.text.encode(body.prompt or "", add_special=special)
+        prompt = body.prompt or ""
+        tokens = await at_length(
+            lambda: house.text.encode(prompt, add_special=special), is_long(prompt)
         )
     return reply(200, TokenizeReply(tokens, len(tokens), house.served.context))
 
@@ -36,10 +37,13 @@ async def tokenize(house: House, raw: bytes) -> Response:
 async def detokenize(house: House, raw: bytes) -> Response:
     """Return the text of some tokens."""
     body: DetokenizeRequest = decode(_DETOKENIZE, raw)
-    for at, token in enumerate(body.tokens):
-        if token >= house.served.vocab_size:
-            raise CallerError(
-                f"tokens[{at}]: {token} is not a token id below {house.served.vocab_size}",
-                param=f"tokens[{at}]",
-            )
-    return reply(200, DetokenizeReply(house.text.decode(body.tokens)))
+    most = max(body.tokens, default=0)
+    if most >= house.served.vocab_size:
+        at = body.tokens.index(most)
+        raise CallerError(
+            f"tokens[{at}]: {most} is not a token id below {house.served.vocab_size}",
+            param=f"tokens[{at}]",
+        )
+    long = len(body.tokens) > _INLINE_TOKENS
+    text = await at_length(lambda: house.text.decode(body.tokens), long)
+    return reply(200, DetokenizeReply(text))

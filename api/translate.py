@@ -18,7 +18,7 @@ from ..runtime.parts import Manner
 from ..runtime.settings import ServerArgs
 from ..runtime.sources import Source
 from ..runtime.text import ChatPrompt, Text
-from .conversation import INLINE_CHARACTERS, Setting, encode_chat
+from .conversation import Setting, at_length, encode_chat, is_long
 from .forms import Form, chat_form, guided
 from .schemas import ChatRequest, CompletionRequest, SamplingFields, UnservedFields
 
@@ -26,25 +26,35 @@ LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
 _INLINE_GRAMMAR: Final = 1_024  # characters that compile within a few milliseconds
-_AS_IT_IS: Final = Manner()
+_AS_IT_IS: Final = Manner(behind=True)
 # What rendering a prompt sets itself.
 _OWN_OPTIONS: Final = frozenset(
     {
         "add_generation_prompt",
+        "additional_special_tokens",
+        "bos_token",
         "chat_template",
+        "cls_token",
         "continue_final_message",
         "conversation",
         "documents",
+        "eos_token",
+        "extra_special_tokens",
+        "mask_token",
         "max_length",
         "messages",
+        "pad_token",
         "padding",
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
+        "sep_token",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
         "truncation",
+        "unk_token",
     }
 )
 
@@ -94,7 +104,7 @@ async def chat_order(
         CallerError: For what cannot be served as it was asked.
     """
     _refuse_unserved(body)
-    form, prompt = await chat_prompt(body, text, where=where, go_on=go_on)
+    form, prompt = await chat_prompt(body, text, where=where, go_on=go_on, most=served.context)
     thinking = text.dialect.thinking(prompt.thought)
     alternatives = None
     if body.logprobs:
@@ -113,20 +123,31 @@ async def chat_order(
         alternatives=alternatives,
         prompt_param=where,
         grammar=await _compiled(text, form.source, thinking),
-        manner=msgspec.structs.replace(form.manner, thinking=prompt.thought == "begun"),
+        manner=msgspec.structs.replace(
+            form.manner, thinking=prompt.thought == "begun", behind=go_on
+        ),
     )
 
 
 async def chat_prompt(
-    body: ChatRequest, text: Text, *, where: str = "messages", go_on: bool = False
+    body: ChatRequest,
+    text: Text,
+    *,
+    where: str = "messages",
+    go_on: bool = False,
+    most: int | None = None,
 ) -> tuple[Form, ChatPrompt]:
     """Return the form that a chat request asks for and its prompt; see `chat_order`.
+
+    Args:
+        most: The tokens there is room for; None where they are only counted.
 
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
     form = chat_form(body, text.dialect)
-    setting = Setting(form.tools, _template_options(body, text.dialect), form.lead, go_on, where)
+    options = _template_options(body, text.dialect)
+    setting = Setting(form.tools, options, form.lead, go_on, where, most)
     return form, await encode_chat(text, body.messages, setting)
 
 
@@ -154,7 +175,7 @@ async def completion_order(
     source = guided(body)
     if source is not None and body.ignore_eos:
         raise CallerError(f"{source.param} cannot be kept with ignore_eos", param="ignore_eos")
-    prompts = [await _encode_prompt(text, item, served) for item in _prompt_items(body.prompt)]
+    prompts = await _encode_prompts(text, _prompt_items(body), served)
     asked = LEGACY_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
     if asked == 0 and not echo:
@@ -194,8 +215,7 @@ def _order(
     manner: Manner = _AS_IT_IS,
 ) -> Order:
     n = best_of or body.n or 1
-    if n * len(prompts) > _MAX_ROWS:
-        raise CallerError(f"n times prompts must be at most {_MAX_ROWS}", param="n")
+    _check_rows(n * len(prompts))
     scored = 0 if best_of is not None and alternatives is None else alternatives
     sampling = _sampling(body, scored, served.vocab_size)
     seed = _seed(body.seed)
@@ -345,29 +365,48 @@ async def _compiled(
     return await trio.to_thread.run_sync(text.grammars.compile, source, thinking)
 
 
-def _prompt_items(prompt: Any) -> list[str | list[int]]:
-    """Sort the four legacy forms out: text, texts, token ids, lists of token ids."""
+def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """Sort the four legacy forms out: text, texts, token ids, lists of token ids.
+
+    Raises:
+        CallerError: For a mixture, and for more prompts than one request may have.
+    """
+    prompt: Any = body.prompt
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
     if not prompt:
         raise CallerError("prompt: an empty list holds no prompt", param="prompt")
-    if all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [prompt]
-    if any(isinstance(item, int) for item in prompt):
+    if len(kinds) > 1:
         raise CallerError("prompt: token ids and texts cannot be mixed", param="prompt")
+    _check_rows((body.best_of or body.n or 1) * len(prompt))
     return list(prompt)
 
 
-async def _encode_prompt(text: Text, item: str | list[int], served: Served) -> tuple[int, ...]:
+def _check_rows(rows: int) -> None:
+    if rows > _MAX_ROWS:
+        raise CallerError(f"n times prompts must be at most {_MAX_ROWS}", param="n")
+
+
+async def _encode_prompts(
+    text: Text, items: list[str] | list[list[int]], served: Served
+) -> list[tuple[int, ...]]:
+    def work() -> list[tuple[int, ...]]:
+        return [_encode_prompt(text, item, served) for item in items]
+
+    return await at_length(work, is_long(items))
+
+
+def _encode_prompt(text: Text, item: str | list[int], served: Served) -> tuple[int, ...]:
     if isinstance(item, str):
-        if len(item) <= INLINE_CHARACTERS:
-            ids = text.encode(item)
-        else:
-            ids = await trio.to_thread.run_sync(text.encode, item)
-        return tuple(ids) or (text.document_start,)
+        return tuple(text.encode(item, most=served.context)) or (text.document_start,)
     if not item:
         raise CallerError("prompt: a list of token ids is empty", param="prompt")
-    for token in item:
+    if len(item) >= served.context:
+        raise ContextOverflow(len(item), served.context, param="prompt")
+    for token in (min(item), max(item)):
         if not 0 <= token < served.vocab_size:
             raise CallerError(
                 f"prompt: {token} is not a token id below {served.vocab_size}", param="prompt"

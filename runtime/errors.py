@@ -42,12 +42,17 @@ class CallerError(PacelineError):
 
 
 class ContextOverflow(CallerError):
-    """The prompt alone fills the context window."""
+    """The prompt alone fills the context window.
 
-    def __init__(self, prompt_tokens: int, context: int, *, param: str) -> None:
+    Args:
+        exact: Whether the prompt's tokens were counted; else it has more than so many.
+    """
+
+    def __init__(self, prompt_tokens: int, context: int, *, param: str, exact: bool = True) -> None:
+        count = str(prompt_tokens) if exact else f"more than {prompt_tokens}"
         super().__init__(
             f"This model's maximum context length is {context} tokens, but the prompt has "
-            f"{prompt_tokens} tokens; at least one must be left to generate. Shorten the prompt.",
+            f"{count} tokens; at least one must be left to generate. Shorten the prompt.",
             param=param,
             code="context_length_exceeded",
         )

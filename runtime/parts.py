@@ -31,6 +31,7 @@ class Manner(msgspec.Struct, frozen=True):
         calling: "always" means that an answer is one call in JSON and nothing else.
         most_calls: The answer is over once it holds so many; None for any number.
         tools: The request's tools, for parsers that need their types.
+        behind: Whether an answer goes on with text that the caller gave.
     """
 
     dialect: Dialect = Dialect()
@@ -38,6 +39,7 @@ class Manner(msgspec.Struct, frozen=True):
     calling: Calling = "never"
     most_calls: int | None = None
     tools: tuple[Any, ...] = ()
+    behind: bool = False
 
     @property
     def marked(self) -> bool:

@@ -4,25 +4,33 @@ Knows nothing of requests. What a user typed stays text: a control token spelled
 message is encoded as the characters it is made of, never as the token.
 """
 
-import codecs
 import json
-import re
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jinja2
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from transformers import AutoTokenizer
 
+from .control import ControlTokens, Said
 from .dialect import Dialect, Thought, dialect_of, in_words, simplified
-from .errors import CallerError, ModelError
+from .errors import CallerError, ContextOverflow, ModelError
 from .grammar import Grammars
+from .lengths import Lengths
+from .pieces import Pieces, PieceStream
 
-_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
-_PRIVATE_USE: Final = range(0xE000, 0xF900)
+# The tokenizer's own threads would take the cores that the model computes on.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MOST_COUNTED: Final = 1 << 18  # tokens that are counted at least, whatever the model's window
+_PIECE: Final = 1 << 16  # characters encoded at a time when a text is only measured
+_WIDE: Final = 8  # characters a token of a text that is worth measuring first
+_TAIL: Final = 256  # characters at a prompt's end that say where it leaves the thinking
+_REASON: Final = 400  # characters of a template's own words in an error
 
 
 class ChatPrompt(NamedTuple):
@@ -42,32 +50,31 @@ class Text:
     Args:
         model_dir: A directory with the tokenizer's files.
         end_ids: Tokens that end an answer, from the model's own configuration.
+        context: The model's window in tokens.
 
     Raises:
         ModelError: When the directory has no tokenizer that can be read.
     """
 
-    def __init__(self, model_dir: Path, end_ids: Iterable[int] = ()) -> None:
+    def __init__(self, model_dir: Path, end_ids: Iterable[int] = (), context: int = 0) -> None:
         try:
             loaded = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
             marked: Tokenizer = loaded.backend_tokenizer
         except (OSError, ValueError, AttributeError) as error:
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"no usable tokenizer in {model_dir}: {line}") from None
+        if marked.decoder is None and "ByteLevel" in str(marked.pre_tokenizer):
+            marked.decoder = decoders.ByteLevel()
         self._template = loaded
         self._marked = marked
-        self._literal = Tokenizer.from_str(marked.to_str())
-        self._literal.encode_special_tokens = True
         added = loaded.added_tokens_decoder
         self._special = {i: t.content for i, t in added.items() if t.special}
-        self._special_pattern = re.compile(
-            "|".join(re.escape(t) for t in sorted(self._special.values(), key=len, reverse=True))
-            or r"(?!)"
-        )
         self._special_ids = {content: i for i, content in self._special.items()}
-        self._vocab: dict[int, str] = {i: t for t, i in marked.get_vocab().items()}
-        self._byte_level = _uses_byte_level(marked)
-        self.vocab_size = max(self._vocab) + 1
+        self._control = ControlTokens(marked, self._special)
+        self._templates: dict[str, str] = {}
+        self._pieces = Pieces(marked)
+        self._most_counted = max(context, MOST_COUNTED)
+        self.vocab_size = len(self._pieces)
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
@@ -78,13 +85,26 @@ class Text:
         """What compiles grammars for this tokenizer."""
         return Grammars(self._marked.to_str(), self.vocab_size, self.end_ids)
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return Lengths(json.loads(self._marked.to_str()))
+
+    def encode(
+        self, text: str, *, add_special: bool = True, most: int | None = None, where: str = "prompt"
+    ) -> list[int]:
         """Encode a raw prompt, in which spelled-out control tokens mean the tokens.
 
         Args:
             add_special: Let the tokenizer add what it puts around every prompt (such as BOS).
+            most: The tokens there is room for; None to count as far as anything is counted.
+            where: The field that holds the text, for errors.
+
+        Raises:
+            ContextOverflow: When the text is longer, found before most of the work on it.
         """
-        return list(self._marked.encode(text, add_special_tokens=add_special).ids)
+        most = self._most_counted if most is None else most
+        self._measure(text, 0, most, where)
+        return self._encoded(self._marked, text, most, where, add_special)
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
@@ -100,6 +120,8 @@ class Text:
         options: Mapping[str, Any] | None = None,
         lead: str = "",
         go_on: bool = False,
+        most: int | None = None,
+        where: str = "messages",
     ) -> ChatPrompt:
         """Encode a conversation through the model's chat template.
 
@@ -110,53 +132,78 @@ class Text:
             lead: What the answer is made to begin with, unless the template has begun a thought;
                 marks in it are the model's own.
             go_on: Let the answer go on with the last message, which is the assistant's.
+            most: The tokens there is room for; None to count as far as anything is counted.
+            where: The field that holds the messages, for errors.
 
         Raises:
             CallerError: When the template refuses the conversation.
+            ContextOverflow: When the prompt is longer, found before most of the work on it.
         """
         if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             messages = in_words(self.dialect, list(messages), tools)
-        shield = _unused_character([*messages, *tools])
-        shielded, shown = (
-            _shield(list(texts), self._special_pattern, shield) for texts in (messages, tools)
-        )
-        rendered = self._render_somehow(shielded, shown, go_on, options or {})
-        if shield not in rendered:
-            tokens = self.encode(rendered, add_special=False)
-        else:
-            tokens = self._encode_shielded(rendered, shield)
-        thought: Thought = "over" if go_on else self.dialect.thought_at(rendered)
+        said = Said(list(messages), tools, options or {})
+        most = self._most_counted if most is None else most
+
+        def render(said: Said) -> str:
+            rendered = self._render_somehow(said, go_on)
+            self._measure(rendered, rendered.count(self._control.opening), most, where)
+            return rendered
+
+        try:
+            rendered = self._control.settled(render(said), said, render)
+        except RecursionError:
+            raise CallerError(f"{where} or tools are nested too deeply", param=where) from None
+        tokens = self._encoded(self._control.tokenizer, rendered, most, where)
+        end = self._control.named(rendered[-_TAIL:])
+        thought: Thought = "over" if go_on else self.dialect.thought_at(end)
         if lead and thought != "begun":
             tokens += self.encode(lead, add_special=False)
             thought = "over"
         return ChatPrompt(tokens, thought)
 
-    def _encode_shielded(self, rendered: str, shield: str) -> list[int]:
-        ids: list[int] = []
-        at = 0
-        for match in self._special_pattern.finditer(rendered):
-            ids += self._encode_literal(rendered[at : match.start()].replace(shield, ""))
-            ids.append(self._special_ids[match.group()])
-            at = match.end()
-        return ids + self._encode_literal(rendered[at:].replace(shield, ""))
+    def _measure(self, text: str, marks: int, most: int, where: str) -> None:
+        """Refuse a text that cannot fit, by its bytes alone.
+
+        Args:
+            marks: How many marks of control tokens are in it, each a token.
+        """
+        if len(text) <= most:
+            return
+        spare = marks * self._control.size
+        least = self._lengths.least(text, most + spare) - spare + marks
+        if least > most:
+            raise ContextOverflow(least, most, param=where, exact=False)
+
+    def _encoded(
+        self, tokenizer: Tokenizer, text: str, most: int, where: str, add_special: bool = False
+    ) -> list[int]:
+        """Encode a text while other threads run; only batches let the interpreter go.
+
+        What looks too long is measured piece by piece first, so that memory stays bounded.
+        Cutting changes a few tokens at each border, hence the factor.
+        """
+        if len(text) > _PIECE and len(text) > _WIDE * most:
+            count = 0
+            for at in range(0, len(text), _PIECE):
+                count += len(_ids(tokenizer, text[at : at + _PIECE], where))
+                if count > 2 * most:
+                    raise ContextOverflow(count // 2, most, param=where, exact=False)
+        return _ids(tokenizer, text, where, add_special)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of some tokens; bytes that form no character become U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
+        """Return the tokenizer's own text of some tokens; control tokens by their names.
+
+        Bytes that form no character become U+FFFD.
+        """
+        return self._pieces.decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes one token stands for; a control token is its spelled-out name."""
-        if token in self._special:
-            return self._special[token].encode()
-        piece = self._vocab.get(token)
-        if piece is None:
-            return b""
-        if self._byte_level:
-            table = _byte_level_table()
-            return bytes(table[c] for c in piece if c in table)
-        if match := _BYTE_TOKEN.fullmatch(piece):
-            return bytes([int(match.group(1), 16)])
-        return piece.replace("\u2581", " ").encode()
+        return self._pieces.bytes_of(token)
+
+    def stream(self) -> PieceStream:
+        """Return what reads a text a token at a time."""
+        return self._pieces.stream()
 
     @property
     def document_start(self) -> int:
@@ -170,29 +217,23 @@ class Text:
         """Return the control tokens that a dialect's marks are made of."""
         opening, closing = dialect.call_open, dialect.call_close
         marks = (dialect.think_open, dialect.think_close, opening, closing)
-        found = (self._special_pattern.findall(mark) for mark in marks if mark)
-        return frozenset(self._special_ids[name] for names in found for name in names)
+        found = (self.encode(mark, add_special=False) for mark in marks if mark)
+        return frozenset(token for tokens in found for token in tokens if token in self._special)
 
     def is_special(self, token: int) -> bool:
         """Say whether a token is a control token, which an answer's text does not show."""
         return token in self._special
 
-    def _render_somehow(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
-        go_on: bool,
-        options: Mapping[str, Any],
-    ) -> str:
+    def _render_somehow(self, said: Said, go_on: bool) -> str:
         """Render a conversation, in simpler roles where the template refuses it as it is."""
         try:
-            return self._render(messages, tools, go_on, options)
+            return self._render(said.messages, said.tools, go_on, said.options)
         except CallerError:
-            simple = simplified(messages)
-            if simple == messages:
+            simple = simplified(said.messages)
+            if simple == said.messages:
                 raise
             with suppress(CallerError):
-                return self._render(simple, tools, go_on, options)
+                return self._render(simple, said.tools, go_on, said.options)
             raise
 
     def _render(
@@ -202,27 +243,48 @@ class Text:
         go_on: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
+        """Return a rendered conversation with marks for control tokens."""
         if not self.has_chat_template:
             raise CallerError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
+        loaded = self._template
+        shown: Any = list(tools) or None
         try:
-            text = self._template.apply_chat_template(
+            names = {k: self._control.mark_of(v) for k, v in loaded.special_tokens_map.items()}
+            text = loaded.apply_chat_template(
                 messages,
-                tools=list(tools) or None,
+                chat_template=self._marked_template(shown),
+                tools=shown,
                 tokenize=False,
                 add_generation_prompt=not go_on,
                 continue_final_message=go_on,
-                **(options or {}),
+                **{**names, **(options or {})},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except jinja2.TemplateSyntaxError as error:
+            plain = str(loaded.get_chat_template(None, shown))
+            if self._templates[plain] != plain:
+                # A control token was a word of its code; those it writes are told as built ones.
+                self._templates[plain] = plain
+                return self._render(messages, tools, go_on, options)
             raise CallerError(
-                f"the model's chat template refused the messages: {error}", param="messages"
+                f"the model's chat template is broken: {error}", param="messages"
+            ) from None
+        except (
+            jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError,
+            ArithmeticError,
+        ) as error:  # fmt: skip  # what a template's own code raises on data it was not made for
+            reason = self._control.named(str(error))[:_REASON]
+            raise CallerError(
+                f"the model's chat template refused the messages: {reason}", param="messages"
             ) from None
         return str(text)
 
-    def _encode_literal(self, text: str) -> list[int]:
-        return list(self._literal.encode(text, add_special_tokens=False).ids) if text else []
+    def _marked_template(self, tools: Any) -> str:
+        plain: str = self._template.get_chat_template(None, tools)
+        if plain not in self._templates:
+            self._templates[plain] = self._control.marked(plain)
+        return self._templates[plain]
 
 
 class Detokenizer:
@@ -233,45 +295,33 @@ class Detokenizer:
 
     Args:
         marks: Control tokens that are shown all the same, since something is to be found by them.
+        behind: Other text stands before this one, so a space at its beginning is said.
     """
 
-    def __init__(self, text: Text, marks: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, text: Text, marks: frozenset[int] = frozenset(), *, behind: bool = False
+    ) -> None:
         self._text = text
         self._marks = marks
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream = text.stream()
+        if behind:
+            self._stream.go_on()
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; a control token adds none, but for marks."""
         if self._text.is_special(token) and token not in self._marks:
             return ""
-        return self._decoder.decode(self._text.token_bytes(token))
+        return self._stream.push(token)
 
 
-def _shield(value: Any, pattern: re.Pattern[str], shield: str) -> Any:
-    """Break every control token spelled out in user text with a character nothing else uses."""
-    if isinstance(value, str):
-        return pattern.sub(lambda m: m.group()[0] + shield + m.group()[1:], value)
-    if isinstance(value, list):
-        return [_shield(item, pattern, shield) for item in value]
-    if isinstance(value, dict):
-        return {key: _shield(item, pattern, shield) for key, item in value.items()}
-    return value
-
-
-def _unused_character(messages: Sequence[dict[str, Any]]) -> str:
-    used = set(json.dumps(messages, ensure_ascii=False, default=str))
-    return next(c for c in map(chr, _PRIVATE_USE) if c not in used)
-
-
-def _uses_byte_level(tokenizer: Tokenizer) -> bool:
-    return "ByteLevel" in str(tokenizer.decoder) or "ByteLevel" in str(tokenizer.pre_tokenizer)
-
-
-@lru_cache(maxsize=1)
-def _byte_level_table() -> dict[str, int]:
-    """Map GPT-2's printable stand-ins back to bytes (Radford et al. 2019)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    hidden = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(0x100 + i): byte for i, byte in enumerate(hidden)})
-    return table
+def _ids(tokenizer: Tokenizer, text: str, where: str, add_special: bool = False) -> list[int]:
+    try:
+        (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        # The tokenizer's own bug on some text; no exception of Python's, and none may pass it on.
+        raise CallerError(
+            f"{where}: the model's tokenizer fails on this text", param=where
+        ) from None
+    return list(found.ids)

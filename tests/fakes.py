@@ -3,6 +3,7 @@
 No mocks: the actors, the owner and the scheduler core above these are the real ones.
 """
 
+import codecs
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -219,6 +220,20 @@ def byte_grammars() -> Grammars:
     return Grammars(tokenizer.to_str(), 256, [END])
 
 
+class FakeStream:
+    """Text that grows a token at a time."""
+
+    def __init__(self, text: "FakeText") -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._text.token_bytes(token))
+
+    def go_on(self) -> None:
+        pass
+
+
 class FakeText:
     """Text where token WORD_BASE + n reads " wn", END ends, and any other token is a byte."""
 
@@ -246,10 +261,13 @@ class FakeText:
     def is_special(self, token: int) -> bool:
         return token == END
 
+    def stream(self) -> "FakeStream":
+        return FakeStream(self)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
 
     def marks_of(self, dialect: Dialect) -> frozenset[int]:

@@ -1,0 +1,152 @@
+"""A request's body, read and measured before anything is made of it.
+
+How deep it nests and how many values it holds is told from its bytes, in steps that let other
+threads run; so decoding, and every walk over what was decoded, is bounded.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import trio
+from quart import Request, g, has_app_context
+
+from ..runtime.errors import BusyError, CallerError
+from .connection import read_body
+
+MOST_NESTING: Final = 100  # levels of objects and arrays, far above what any schema has
+MOST_VALUES: Final = 1_000_000  # commas; a long prompt of token ids has some hundred thousand
+MOST_CONTAINERS: Final = 100_000  # objects and arrays, which cost most to build
+INLINE_BYTES: Final = 65_536  # a shorter text is measured where it is, in under a millisecond
+_STEP: Final = 1 << 18  # bytes between two chances for other threads
+_STRUCTURE: Final = b'"[]{},'
+_OTHERS: Final = bytes(set(range(256)) - set(_STRUCTURE))
+_LARGE: Final = 1 << 20  # a body of more bytes needs room among those in work
+_MOST_ARRIVING: Final = 4  # times the largest body that all large ones on their way may have
+_ROOM_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 5
+_TOO_MANY: Final = "too many large request bodies at a time; try again"
+_LEVELS: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+class Intake:
+    """Reads bodies; the large ones that arrive, and those in work, have a bound in bytes together.
+
+    Args:
+        most_bytes: The largest single body, and what all that are in work may have together.
+        stall_s: How slowly one may arrive; see `connection.Patience`.
+    """
+
+    def __init__(self, most_bytes: int, stall_s: float) -> None:
+        self._most = most_bytes
+        self._stall_s = stall_s
+        self._arriving = _MOST_ARRIVING * most_bytes
+        self._free = most_bytes
+        self._changed = trio.Event()
+
+    async def read(self, request: Request) -> bytes:
+        """Return a request's body once it is known to be bounded in depth and number.
+
+        A large one has its room among those in work until `prepared` or the request's end. It
+        gets it when it is here, so that a client that sends slowly keeps nobody waiting.
+
+        Raises:
+            BusyError: When other large bodies leave no room for too long.
+            CallerError: When it nests too deeply or holds too much.
+            RequestTimeout: When it comes too slowly.
+            RequestEntityTooLarge: When it is larger than the app allows.
+        """
+        size = request.content_length
+        with self._arrival(self._most if size is None else min(size, self._most)):
+            body = await read_body(request, self._stall_s)
+        await self._take_room(len(body))
+        if len(body) <= INLINE_BYTES:
+            check_json(body)
+        else:
+            await trio.to_thread.run_sync(check_json, body)
+        return body
+
+    @contextmanager
+    def _arrival(self, size: int) -> Iterator[None]:
+        """Count a body while it arrives; one that declares no size counts as the largest."""
+        size = size if size > _LARGE else 0
+        if size > self._arriving:
+            raise BusyError(_TOO_MANY, _RETRY_SECONDS)
+        self._arriving -= size
+        try:
+            yield
+        finally:
+            self._arriving += size
+
+    async def _take_room(self, size: int) -> None:
+        if size <= _LARGE:
+            return
+        with trio.move_on_after(_ROOM_SECONDS) as waited:
+            while self._free < size:
+                await self._changed.wait()
+        if waited.cancelled_caught:
+            raise BusyError(_TOO_MANY, _RETRY_SECONDS)
+        self._free -= size
+        g.give_room_back = partial(self._give_back, size)
+
+    def _give_back(self, size: int) -> None:
+        self._free += size
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+def prepared() -> None:
+    """Give a request's room among the large bodies back: what it asks is known by now."""
+    if has_app_context() and (give_back := g.pop("give_room_back", None)) is not None:
+        give_back()
+
+
+def check_json(raw: bytes, where: str = "") -> None:
+    """Bound a JSON text before it is decoded.
+
+    Args:
+        where: The field that holds the text, when it is a part of a body.
+
+    Raises:
+        CallerError: When it nests deeper than MOST_NESTING or holds too many values.
+    """
+    if len(raw) <= MOST_NESTING:
+        return
+    name, param = (where, where) if where else ("the body", None)
+    depth = values = containers = 0
+    for structure in _outside_strings(raw):
+        values += structure.count(b",")
+        opened = structure.count(b"[") + structure.count(b"{")
+        containers += opened
+        if values > MOST_VALUES or containers > MOST_CONTAINERS:
+            raise CallerError(
+                f"{name} holds more than {MOST_VALUES} values or {MOST_CONTAINERS} objects and "
+                "arrays",
+                param=param,
+            )
+        if depth + opened <= MOST_NESTING:
+            depth += opened - structure.count(b"]") - structure.count(b"}")
+            continue
+        for byte in structure:
+            depth += _LEVELS.get(byte, 0)
+            if depth > MOST_NESTING:
+                raise CallerError(
+                    f"{name} is nested too deeply: more than {MOST_NESTING} levels", param=param
+                )
+
+
+def _outside_strings(raw: bytes) -> Iterator[bytes]:
+    """Give what is structure in a JSON text, step by step."""
+    inside = False
+    rest = b""
+    for start in range(0, len(raw), _STEP):
+        piece = rest + raw[start : start + _STEP]
+        # A backslash at the end may escape what the next step begins with.
+        open_escape = (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        rest = piece[len(piece) - open_escape :]
+        piece = piece[: len(piece) - open_escape]
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
+        parts = piece.split(b'"')
+        yield b"".join(parts[inside::2])
+        inside ^= (len(parts) - 1) % 2 == 1
