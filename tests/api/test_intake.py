@@ -1,0 +1,207 @@
+"""Bodies are bounded before they are decoded: in depth, in number, and in bytes together."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.api.conftest import Serving
+
+from paceline.api.conversation import is_long
+from paceline.api.intake import MOST_CONTAINERS, MOST_NESTING, MOST_VALUES, check_json
+from paceline.runtime.errors import CallerError
+
+_LOCAL = {"Host": "localhost:8000", "Content-Type": "application/json"}
+_ASK = [{"role": "user", "content": "hi"}]
+
+
+def _deep(levels: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(levels):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+
+
+def _arrays(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+def _called(arguments: str) -> list[Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    return [*_ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+
+
+_CHAT = "/v1/chat/completions"
+_DEEP: list[tuple[str, Callable[[int], Any], str | None]] = [
+    (_CHAT, lambda n: {"messages": _ASK, "tools": [_tool(_deep(n))]}, None),
+    (_CHAT, lambda n: {"messages": _ASK, "chat_template_kwargs": {"a": _deep(n)}}, None),
+    (_CHAT, lambda n: {"messages": _ASK, "response_format": _form(_deep(n))}, None),
+    (_CHAT, lambda n: {"messages": _ASK, "guided_json": _deep(n)}, None),
+    (_CHAT, lambda n: {"messages": _ASK, "some_extra": _deep(n)}, None),
+    (
+        _CHAT,
+        lambda n: {"messages": _called(_arrays(n))},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    ("/v1/completions", lambda n: {"prompt": "a", "guided_json": _deep(n)}, None),
+    ("/v1/tokenize", lambda n: {"messages": _ASK, "tools": [_tool(_deep(n))]}, None),
+    ("/v1/responses", lambda n: {"input": "a", "metadata": {"a": _deep(n)}}, None),
+    ("/v1/responses", lambda n: {"input": _items(_arrays(n))}, "input[1].tool_calls[0]"),
+    ("/v1/messages", lambda n: {"max_tokens": 1, "messages": _used(_deep(n))}, None),
+    ("/v1/messages/count_tokens", lambda n: {"messages": _used(_deep(n))}, None),
+]
+
+
+def _tool(schema: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def _form(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def _items(arguments: str) -> Any:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    return [{"role": "user", "content": "a"}, call]
+
+
+def _used(value: Any) -> Any:
+    block = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": value}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [block]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+@pytest.mark.parametrize("levels", [150, 300, 990, 20_000])
+@pytest.mark.parametrize(("path", "body", "param"), _DEEP)
+async def test_what_nests_too_deeply_is_the_callers_error(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    path: str,
+    body: Callable[[int], Any],
+    param: str | None,
+    levels: int,
+) -> None:
+    """In every field that nests, in JSON within strings too: a 400 in the dialect's own shape."""
+    opening = '{"type":"object","properties":{"a":'
+    whole = json.dumps(_deep(1)).replace(" ", "")
+    sent = json.dumps(body(1) if param is None else body(levels)).replace(" ", "")
+    if param is None:  # built by hand: Python's own encoder nests less deeply
+        end = "}}" * (levels - 1)
+        sent = sent.replace(whole, opening * (levels - 1) + whole + end)
+    async with serving() as (client, _):
+        answer = await client.post(path, data=sent, headers=_LOCAL)
+        error = (await answer.get_json())["error"]
+    assert answer.status_code == 400
+    assert "nested too deeply" in error["message"]
+    assert param is None or error["param"].startswith(param)
+
+
+async def test_what_nests_as_schemas_do_is_served(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Forty levels of a tool's schema are no trouble."""
+    async with serving() as (client, _):
+        body = {"messages": _called(json.dumps(_deep(40))), "tools": [_tool(_deep(40))]}
+        answer = await client.post(_CHAT, json={**body, "max_tokens": 1}, headers=_LOCAL)
+    assert answer.status_code == 200
+
+
+_JSON = st.recursive(
+    st.one_of(st.text(max_size=8), st.sampled_from(['"', "\\", '\\"', "[[", "}", "\\\\"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner)
+    ),
+    max_leaves=12,
+)
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(_depth, value), default=0)
+    return 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=_JSON, ascii=st.booleans(), step=st.integers(1, 40))
+def test_depth_is_told_whatever_strings_hold(value: Any, ascii: bool, step: int) -> None:
+    """Brackets, quotes and backslashes within strings are no structure, wherever a step ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.api.intake._STEP", step)
+        for wrapped in range(MOST_NESTING - _depth(value) - 1, MOST_NESTING - _depth(value) + 2):
+            raw = "[" * wrapped + json.dumps(value, ensure_ascii=ascii) + "]" * wrapped
+            if wrapped + _depth(value) <= MOST_NESTING:
+                check_json(raw.encode())
+            else:
+                with pytest.raises(CallerError, match="nested too deeply"):
+                    check_json(raw.encode())
+
+
+@pytest.mark.parametrize("piece", [b"1,", b"{},", b"[],"])
+def test_numbers_of_values_are_bounded(piece: bytes) -> None:
+    """A body of millions of small values is refused before any is built."""
+    most = MOST_VALUES if piece == b"1," else MOST_CONTAINERS
+    check_json(b"[" + piece * (most - 2) + b"1]")
+    with pytest.raises(CallerError, match="holds more than"):
+        check_json(b"[" + piece * (most + 1) + b"1]")
+
+
+@pytest.mark.parametrize(
+    "prompt", [["a"] * 200_000, [[1]] * 200, [1] * 8192, [[1] * 8192, [1]], ["a" * 9_000]]
+)
+async def test_legacy_prompts_are_bounded_before_they_are_read(
+    serving: Serving, autojump_clock: trio.testing.MockClock, prompt: Any
+) -> None:
+    """Too many prompts, or too long ones, are a 400 that names the field."""
+    async with serving() as (client, _):
+        answer = await client.post("/v1/completions", json={"prompt": prompt}, headers=_LOCAL)
+        error = (await answer.get_json())["error"]
+    assert answer.status_code == 400
+    assert error["param"] in ("prompt", "n")
+
+
+async def test_large_bodies_wait_for_room_and_give_it_back(serving: Serving) -> None:
+    """More large bodies than there is room for are all answered, one after the other.
+
+    In real time: a virtual clock would jump to the end of the wait while a thread works.
+    """
+    found: list[int] = []
+
+    async def ask(client: Any) -> None:
+        body = {"prompt": [0] * 400_000, "max_tokens": 1}
+        answer = await client.post("/v1/completions", json=body, headers=_LOCAL)
+        found.append(answer.status_code)
+
+    async with serving(body_limit_mb=2) as (client, _):
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(ask, client)
+        small = {"prompt": "a", "max_tokens": 1}
+        answer = await client.post("/v1/completions", json=small, headers=_LOCAL)
+    assert found == [400] * 5
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "long"),
+    [
+        ("a" * 20_000, True),
+        ("a" * 100, False),
+        ([{"a" * 20_000: 1}], True),
+        ([[]] * 2_000, True),
+        ([{"a": [{"b": "c" * 20_000}]}], True),
+        ({"a": {"b": ["c", 1, None]}}, False),
+    ],
+)
+def test_long_work_is_seen_wherever_it_hides(value: Any, long: bool) -> None:
+    """Keys, values and mere numbers of things count."""
+    assert is_long(value) is long
