@@ -1,6 +1,5 @@
 """What both completion routes share: running a request, its chunks, usage and log probabilities."""
 
-import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -35,11 +34,6 @@ from .sse import stream
 from .translate import Order
 
 Choice = TypeVar("Choice")
-
-
-def new_request_id() -> str:
-    """Return an id for a request; it names its rows, its logs and its answer."""
-    return f"req-{secrets.token_hex(12)}"
 
 
 async def answer(house: House, order: Order, route: str, shape: Shape) -> Response:

@@ -16,10 +16,17 @@ from .chat import chat_completions
 from .completions import completions
 from .guard import Guard
 from .intake import Intake, prepared
-from .models import list_models, show_model
+from .models import list_for_anthropic, list_models, show_model
 from .openapi import openapi
-from .problems import from_exception, in_words_of, reply
-from .responses.route import create_response, delete_response, show_response
+from .problems import from_exception, in_words_of, reply, speaks_anthropic
+from .responses.route import (
+    cancel_response,
+    count_input,
+    create_response,
+    delete_response,
+    list_input,
+    show_response,
+)
 from .responses.store import ResponseStore
 from .status import StatusPage
 from .tokens import detokenize, tokenize
@@ -76,7 +83,7 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.after_request
     async def dress(response: Response) -> Response:
-        return guard.dress(request, in_words_of(request.path, response))
+        return guard.dress(request, in_words_of(request, response))
 
     @app.teardown_request
     async def give_back(_: BaseException | None) -> None:
@@ -99,9 +106,21 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
         priority = request.headers.get(PRIORITY_HEADER)
         return await create_response(house, store, await body(), priority)
 
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens() -> Response:
+        return await count_input(house, store, await body())
+
     @app.get("/v1/responses/<response_id>")
     async def kept_response(response_id: str) -> Response:
-        return show_response(store, response_id)
+        return show_response(store, response_id, request.args)
+
+    @app.get("/v1/responses/<response_id>/input_items")
+    async def input_items(response_id: str) -> Response:
+        return list_input(store, response_id, request.args)
+
+    @app.post("/v1/responses/<response_id>/cancel")
+    async def cancelled_response(response_id: str) -> Response:
+        return cancel_response(store, response_id)
 
     @app.delete("/v1/responses/<response_id>")
     async def dropped_response(response_id: str) -> Response:
@@ -117,11 +136,13 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.get("/v1/models")
     async def models() -> Response:
+        if speaks_anthropic(request):
+            return list_for_anthropic(house, request.args)
         return list_models(house)
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        return show_model(house, name)
+        return show_model(house, name, for_anthropic=speaks_anthropic(request))
 
     @app.post("/v1/tokenize")
     async def tokens() -> Response:

@@ -15,12 +15,11 @@ from .answers import (
     ChoiceShape,
     answer,
     chat_logprobs,
-    new_request_id,
     paceline_of,
     usage_of,
 )
 from .models import check_model
-from .problems import decode
+from .problems import decode, new_request_id
 from .replies import (
     CallDelta,
     CalledFunction,

@@ -13,13 +13,12 @@ from ..runtime.context import TokenLogprob
 from .answers import (
     ChoiceShape,
     answer,
-    new_request_id,
     paceline_of,
     text_logprobs,
     usage_of,
 )
 from .models import check_model
-from .problems import decode
+from .problems import decode, new_request_id
 from .replies import TextChoice, TextReply
 from .schemas import CompletionRequest
 from .shape import Collected

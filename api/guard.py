@@ -16,6 +16,7 @@ _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _OPEN_PATHS: Final = frozenset({"/", "/health", "/metrics"})
 _METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
 _PREFLIGHT_SECONDS: Final = "600"
+_EXPOSED: Final = "x-request-id, request-id, retry-after"
 
 
 class Guard:
@@ -65,7 +66,7 @@ class Guard:
             response.headers["Access-Control-Allow-Headers"] = (
                 asked or "authorization, content-type"
             )
-            response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
             response.headers["Access-Control-Max-Age"] = _PREFLIGHT_SECONDS
             response.headers.add("Vary", "Origin")
         return response

@@ -10,6 +10,8 @@ import msgspec
 from ..actors.house import House
 from .anthropic.bodies import CountRequest, MessagesRequest
 from .anthropic.replies import AnthropicErrorReply, Counted, MessageReply
+from .fields import FIELDS
+from .known import Route
 from .replies import (
     ChatReply,
     DetokenizeReply,
@@ -19,18 +21,16 @@ from .replies import (
     TextReply,
     TokenizeReply,
 )
-from .responses.bodies import ResponsesRequest
-from .responses.replies import Deleted, ResponseReply
+from .responses.bodies import InputTokensRequest, ResponsesRequest
+from .responses.replies import Deleted, InputTokens, ItemList, ResponseReply
 from .schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    UnservedFields,
 )
 
 _STREAMED: Final = ("chat/completions", "completions", "responses", "messages")
-_UNSERVED: Final = frozenset(UnservedFields.__struct_fields__)
 _REFS: Final = "#/components/schemas/{name}"
 _ERRORS: Final = (400, 401, 403, 404, 405, 413, 415, 421, 500, 503, 504)
 
@@ -41,6 +41,8 @@ _ROUTES: Final[tuple[tuple[str, str, str, type | None, type], ...]] = (
     ("post", "responses", "OpenAI's Responses.", ResponsesRequest, ResponseReply),
     ("get", "responses/{response_id}", "A kept response.", None, ResponseReply),
     ("delete", "responses/{response_id}", "Forget a kept response.", None, Deleted),
+    ("get", "responses/{response_id}/input_items", "What it was asked with.", None, ItemList),
+    ("post", "responses/input_tokens", "Tokens of an input.", InputTokensRequest, InputTokens),
     ("post", "messages", "Anthropic's Messages.", MessagesRequest, MessageReply),
     ("post", "messages/count_tokens", "Tokens of a prompt.", CountRequest, Counted),
     ("get", "models", "The loaded model.", None, ModelList),
@@ -57,9 +59,10 @@ def openapi(house: House, version: str) -> dict[str, Any]:
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components(ordered, ref_template=_REFS)
     ref = dict(zip(ordered, refs, strict=True))
-    for schema in schemas.values():
-        for name in schema.get("properties", {}).keys() & _UNSERVED:
-            schema["properties"][name] = {"type": "null"}  # anything else is refused
+    for *_, body, _ in _ROUTES:
+        route: Route | None = getattr(body, "route", None)
+        if body is not None and route is not None:
+            schemas[body.__name__]["properties"] |= _refused(route)
     paths: dict[str, Any] = {}
     for method, path, summary, body, answer in _ROUTES:
         paths.setdefault(f"/v1/{path}", {})[method] = _operation(path, summary, body, answer, ref)
@@ -73,6 +76,15 @@ def openapi(house: House, version: str) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": _KEYS},
         "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _refused(route: Route) -> dict[str, Any]:
+    """Return what a route refuses by name, with the values that ask for nothing."""
+    return {
+        path: {"enum": [None, *field.neutral], "description": f"Not served: {field.why}."}
+        for path, field in FIELDS[route].items()
+        if field.verdict == "refused" and path.isidentifier() and path != "context_management"
     }
 
 

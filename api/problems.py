@@ -1,23 +1,42 @@
 """Errors to status and body; the only file that knows HTTP codes."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-from quart import Response
+from quart import Request, Response
 from werkzeug.exceptions import HTTPException
 
 from ..actors.request import Broken
 from ..runtime.errors import BusyError, CallerError, OwnerDied, UnknownThing
 from ..runtime.log import logger
 from .anthropic.errors import error_reply
+from .fields import Refused, check_fields
 from .replies import ErrorBody, ErrorReply
 
 _ANTHROPIC_PATH: Final = "/v1/messages"
+_OPENAI_PATHS: Final = ("/v1/chat", "/v1/completions", "/v1/responses")
+VERSION_HEADER: Final = "anthropic-version"
+_LONGEST_ERROR: Final = 320  # characters; a longer one repeats what the caller sent
+_KEPT_ERROR: Final = 150
 _ENCODER: Final = msgspec.json.Encoder()
+_JSON: Final = msgspec.json.Decoder()
 _PATH: Final = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING: Final = re.compile(r"required field `(?P<field>[^`]+)`")
+
+# What HTTP's own errors say; the web framework's words are for somebody at a browser.
+_SAID: Final = {
+    400: "the request is not valid HTTP",
+    404: "there is no such route; docs/api.md lists them",
+    405: "the route does not take this method; see the Allow header",
+    408: "the body did not arrive in time; send it at once",
+    411: "the request has no Content-Length",
+    413: "the body is larger than this server takes (body_limit_mb)",
+    414: "the path is too long",
+    431: "the request's headers are too large",
+}
 
 _BROKEN_STATUS: Final = {
     "overloaded": 503,
@@ -38,13 +57,25 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         CallerError: Naming the field that is wrong, where the decoder can tell.
     """
     try:
-        return decoder.decode(body)
+        return msgspec.convert(_known(decoder, body), decoder.type)
     except msgspec.ValidationError as error:
         raise explained(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallerError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise CallerError("the body is nested too deeply") from None
+
+
+def _known(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Return a body as plain JSON, with no field in it that its route refuses by name."""
+    try:
+        given = _JSON.decode(body)
+    except msgspec.ValidationError:
+        decoder.decode(body)  # which says where the number is that is out of range
+        raise CallerError("a number in the body is out of range") from None
+    if (route := getattr(decoder.type, "route", None)) is not None:
+        check_fields(route, given)
+    return given
 
 
 def reply(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
@@ -61,19 +92,68 @@ def problem(
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,
+    details: dict[str, str] | None = None,
 ) -> Response:
     """Return an error, in OpenAI's shape as long as nobody asks for another."""
     response = reply(status, ErrorReply(error_body(status, message, param, code)), headers)
-    response.problem = message  # type: ignore[attr-defined]  # for `in_words_of`
+    response.problem = message, details  # type: ignore[attr-defined]  # for `in_words_of`
     return response
 
 
-def in_words_of(path: str, response: Response) -> Response:
-    """Return a response to a request for a path; errors are said as that route's clients expect."""
-    message = getattr(response, "problem", None)
-    if message is not None and path.startswith(_ANTHROPIC_PATH):
-        response.set_data(_ENCODER.encode(error_reply(response.status_code, message)))
+def speaks_anthropic(request: Request) -> bool:
+    """Say whether a request's client reads Anthropic's shapes."""
+    return is_for_anthropic(request.path, VERSION_HEADER in request.headers)
+
+
+def is_for_anthropic(path: str, says_so: bool) -> bool:
+    """Say whether what is answered on a path has Anthropic's shapes.
+
+    Args:
+        says_so: The request has the header that Anthropic's clients send.
+    """
+    return path.startswith(_ANTHROPIC_PATH) or (says_so and not path.startswith(_OPENAI_PATHS))
+
+
+def in_words_of(request: Request, response: Response) -> Response:
+    """Return a response as its request's client expects it: with its id, errors in its shape."""
+    request_id = response.headers.setdefault("x-request-id", new_request_id())
+    if speaks_anthropic(request):
+        response.headers["request-id"] = request_id
+        message, details = getattr(response, "problem", (None, None))
+        if message is not None:
+            error = wire_error(response.status_code, message, request_id, True, details)
+            response.set_data(_ENCODER.encode(error))
     return response
+
+
+def new_request_id() -> str:
+    """Return an id for a request; it names its rows, its logs and its answer."""
+    return f"req-{secrets.token_hex(12)}"
+
+
+def wire_error(
+    status: int,
+    message: str,
+    request_id: str,
+    anthropic: bool,
+    details: dict[str, str] | None = None,
+) -> msgspec.Struct:
+    """Return the body of an error in one dialect or the other."""
+    if anthropic:
+        return error_reply(status, shortened(message), request_id, details)
+    return ErrorReply(error_body(status, message))
+
+
+def said_of_http(status: int) -> str:
+    """Return what one of HTTP's own errors says."""
+    return _SAID.get(status, _SAID[400])
+
+
+def shortened(text: str) -> str:
+    """Return an error's text without the middle of what a caller sent at length."""
+    if len(text) <= _LONGEST_ERROR:
+        return text
+    return f"{text[:_KEPT_ERROR]} ... {text[-_KEPT_ERROR // 3 :]}"
 
 
 def error_body(
@@ -82,7 +162,7 @@ def error_body(
     """Return the inner object of an error."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return ErrorBody(message, kind, param, code)
+    return ErrorBody(shortened(message), kind, param and shortened(param), code)
 
 
 def broken_body(broken: Broken) -> ErrorBody:
@@ -98,6 +178,9 @@ def broken_status(broken: Broken) -> int:
 def from_exception(error: Exception) -> Response:
     """Answer whatever a handler raised."""
     match error:
+        case Refused():
+            details = error.details
+            return problem(400, error.message, param=error.param, code=None, details=details)
         case UnknownThing():
             return problem(404, error.message, param=error.param, code=error.code)
         case CallerError():
@@ -115,7 +198,7 @@ def from_exception(error: Exception) -> Response:
             allow = (
                 {"Allow": ", ".join(m)} if (m := getattr(error, "valid_methods", None)) else None
             )
-            text = error.description or error.name
+            text = _SAID.get(status) or error.description or error.name
             return problem(status, text, code=codes.get(status), headers=allow)
         case _:
             logger().error("http.crashed", error=repr(error), exc_info=error)

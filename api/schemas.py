@@ -1,14 +1,16 @@
-"""OpenAI's request bodies as structs. They tolerate unknown fields, since agents send extras.
+"""OpenAI's request bodies as structs. They tolerate unknown fields, since agents send extras;
+known ones that are not served are refused before (see known.py).
 
 Source: OpenAI API description 2.3 (chat completions, completions). Fields
 marked "extension" are ours or common to local servers.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
 from ..runtime.modes import Priority
+from .known import Route
 
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
@@ -98,6 +100,11 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
     tool_calls: list[ToolCall] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None  # extension: templates show what they want of it
+    reasoning: str | None = None  # another name of it
+
+    def __post_init__(self) -> None:
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
 
 
 class ToolMessage(Struct, tag_field="role", tag="tool"):
@@ -203,32 +210,8 @@ class PacelineFields(Struct, forbid_unknown_fields=True):
     priority: Priority | None = None
 
 
-class UnservedFields(Struct, kw_only=True):
-    """What other servers know, would change the answer, and is refused here when it is set."""
-
-    min_tokens: Any = None
-    stop_token_ids: Any = None
-    bad_words: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    typical_p: Any = None
-    top_a: Any = None
-    mirostat: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    repeat_penalty: Any = None
-    structured_outputs: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-    logits_processors: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    lora: Any = None
-    adapters: Any = None
-
-
-class SamplingFields(UnservedFields, kw_only=True):
-    """What both completion routes share. null is the same as leaving a field out."""
+class SamplingFields(Struct, kw_only=True):
+    """What all routes that answer share. null is the same as leaving a field out."""
 
     model: str | None = None
     stream: bool | None = None
@@ -256,6 +239,8 @@ class SamplingFields(UnservedFields, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
+    route: ClassVar[Route] = "chat"
+
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -267,16 +252,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # extension
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions."""
+
+    route: ClassVar[Route] = "text"
 
     # msgspec allows one array type a union: this holds text, texts, token ids, or lists of them.
     prompt: str | list[str | int | list[int]] | None = None
@@ -284,11 +265,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
-    suffix: str | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
     """POST /v1/tokenize: a raw prompt, or messages through the chat template."""
+
+    route: ClassVar[Route] = "tokenize"
 
     model: str | None = None
     prompt: str | None = None

@@ -84,5 +84,9 @@ class Shape(ABC):
         """Return what stands before the mark."""
 
     def failure(self, broken: Broken) -> msgspec.Struct:
-        """Return the error that ends an answer, streamed or whole."""
+        """Return the error in place of a whole answer."""
         return ErrorReply(broken_body(broken))
+
+    def failing(self, broken: Broken) -> Iterable[msgspec.Struct]:
+        """Return the events that end a stream which cannot go on."""
+        return [self.failure(broken)]

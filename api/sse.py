@@ -97,23 +97,33 @@ class EventBody(ResponseBody):
             case Finished() as finished:
                 return self._encoded(self._shape.closing(finished)) + self._shape.mark
             case Broken() as broken:
-                return self._encoded([self._shape.failure(broken)])
+                return self._encoded(self._shape.failing(broken))
             case None:
                 raise AssertionError("an actor settles before it closes its channel")
 
     def _encoded(self, events: Iterable[msgspec.Struct]) -> bytes:
-        parts = []
-        for event in events:
-            name = getattr(event, "type", None) if self._shape.named else None
-            prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
-            parts.append(prefix + b"data: " + _ENCODER.encode(event) + b"\n\n")
-        return b"".join(parts)
+        return event_bytes(events, named=self._shape.named)
+
+
+def event_bytes(events: Iterable[msgspec.Struct], *, named: bool) -> bytes:
+    """Return events as a stream's bytes, `named` ones under their types."""
+    parts = []
+    for event in events:
+        name = getattr(event, "type", None) if named else None
+        prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
+        parts.append(prefix + b"data: " + _ENCODER.encode(event) + b"\n\n")
+    return b"".join(parts)
 
 
 def stream(actor: RequestActor, shape: Shape, headers: dict[str, str]) -> Response:
     """Return a streamed answer."""
+    return event_stream(EventBody(actor, shape), headers)
+
+
+def event_stream(body: ResponseBody | bytes, headers: dict[str, str]) -> Response:
+    """Return a stream of events, with what keeps proxies from holding it back."""
     return Response(
-        EventBody(actor, shape),
+        body,
         content_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
     )

@@ -20,7 +20,7 @@ from ..runtime.sources import Source
 from ..runtime.text import ChatPrompt, Text
 from .conversation import Setting, at_length, encode_chat, is_long
 from .forms import Form, chat_form, guided
-from .schemas import ChatRequest, CompletionRequest, SamplingFields, UnservedFields
+from .schemas import ChatRequest, CompletionRequest, SamplingFields
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
@@ -103,7 +103,6 @@ async def chat_order(
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    _refuse_unserved(body)
     form, prompt = await chat_prompt(body, text, where=where, go_on=go_on, most=served.context)
     thinking = text.dialect.thinking(prompt.thought)
     alternatives = None
@@ -164,9 +163,6 @@ async def completion_order(
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    if body.suffix:
-        raise CallerError("suffix (fill in the middle) is not supported", param="suffix")
-    _refuse_unserved(body)
     best_of = body.best_of if body.best_of != (body.n or 1) else None
     if best_of is not None and best_of < (body.n or 1):
         raise CallerError("best_of must be at least n", param="best_of")
@@ -318,23 +314,6 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
         return ()
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     return tuple(stop for stop in stops if stop)
-
-
-def _refuse_unserved(body: SamplingFields) -> None:
-    """Refuse what would change the answer and is not served, instead of ignoring it.
-
-    Raises:
-        CallerError: Naming the field.
-    """
-    if isinstance(body, ChatRequest):
-        if body.modalities not in (None, ["text"]):
-            raise CallerError("modalities: only text is served", param="modalities")
-        for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
-            if getattr(body, name) not in (None, [], "none", "auto"):
-                raise CallerError(f"{name} is not served; see docs/api.md", param=name)
-    for name in UnservedFields.__struct_fields__:
-        if getattr(body, name) is not None:
-            raise CallerError(f"{name} is not served; see docs/api.md", param=name)
 
 
 def _template_options(body: ChatRequest, dialect: Dialect) -> dict[str, Any]:

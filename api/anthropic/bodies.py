@@ -5,17 +5,18 @@ Source: Anthropic API reference (Messages, version 2023-06-01).
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
 
 from ...runtime.errors import CallerError
+from ..forms import guided
+from ..known import Route
 from ..schemas import (
     AssistantMessage,
     ChatRequest,
     Content,
     FilePart,
-    Fraction,
     FunctionCall,
     FunctionTool,
     ImagePart,
@@ -23,10 +24,9 @@ from ..schemas import (
     Message,
     NamedSchema,
     NamedToolChoice,
-    PacelineFields,
     Positive,
+    SamplingFields,
     SystemMessage,
-    Temperature,
     TextPart,
     Tool,
     ToolCall,
@@ -129,37 +129,33 @@ class OutputSettings(Struct):
     format: FormatSpec | None = None
 
 
-class CountRequest(Struct, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+class CountRequest(SamplingFields, kw_only=True):
+    """POST /v1/messages/count_tokens; sampling extensions are those of the other routes."""
+
+    route: ClassVar[Route] = "count"
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
-    model: str | None = None
     system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # extension
+    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
     """POST /v1/messages."""
 
+    route: ClassVar[Route] = "messages"
+
     max_tokens: Positive
-    stream: bool | None = None
-    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    seed: int | None = None  # extension
-    mcp_servers: list[Any] | None = None
-    container: Any = None
-    paceline: PacelineFields | None = None  # extension
 
 
 # What chat_form and chat_order call a field, and what it is called here.
 FIELDS: Final = {
     "response_format.json_schema.schema": "output_config.format.schema",
-    "stop": "stop_sequences",
+    "response_format": "output_config.format",
 }
 # Claude Code's own note to its service, another one in each request; no word to the model.
 _NOTE: Final = "x-anthropic-billing-header:"
@@ -172,30 +168,48 @@ def understood(body: CountRequest) -> tuple[ChatRequest, bool]:
         CallerError: For what cannot be served.
     """
     messages = [*_system(body.system), *_messages(body.messages)]
+    output = body.output_config or OutputSettings()
+    shared = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
     chat = ChatRequest(
         messages=messages,
         tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or [])] or None,
         tool_choice=_choice(body.tool_choice),
-        chat_template_kwargs={"enable_thinking": _thinks(body.thinking)},
+        reasoning_effort=output.effort,
+        chat_template_kwargs={
+            "enable_thinking": _thinks(body.thinking),
+            **(body.chat_template_kwargs or {}),
+        },
+        **{**shared, "stop": _stops(body)},
     )
     if body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use:
         chat.parallel_tool_calls = False
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = body.output_config.format.schema
-        chat.response_format = JsonSchemaFormat(NamedSchema("answer", schema))
+    if output.format is not None:
+        chat.response_format = JsonSchemaFormat(NamedSchema("answer", output.format.schema))
     if isinstance(body, MessagesRequest):
-        _take_sampling(chat, body)
+        chat.max_tokens = body.max_tokens
     last = messages[-1]
-    return chat, isinstance(last, AssistantMessage) and not last.tool_calls
+    go_on = isinstance(last, AssistantMessage) and not last.tool_calls
+    if go_on and (form := _form(chat)) is not None:
+        raise CallerError(
+            f"{form} cannot be kept by an answer that goes on with the assistant's words; "
+            "end with a message of the user",
+            param=form,
+        )
+    return chat, go_on
 
 
-def _take_sampling(chat: ChatRequest, body: MessagesRequest) -> None:
-    for name in ("mcp_servers", "container"):
-        if getattr(body, name):
-            raise CallerError(f"{name} is not served; see docs/api.md", param=name)
-    for name in ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "seed"):
-        setattr(chat, name, getattr(body, name))
-    chat.stop, chat.paceline = body.stop_sequences, body.paceline
+def _stops(body: CountRequest) -> Any:
+    if body.stop and body.stop_sequences:
+        raise CallerError("stop cannot be kept together with stop_sequences", param="stop")
+    return body.stop_sequences or body.stop
+
+
+def _form(chat: ChatRequest) -> str | None:
+    """Return the field that asks for a form of the whole answer, if any."""
+    if chat.response_format is not None:
+        return "output_config.format"
+    source = guided(chat)
+    return None if source is None else source.param
 
 
 def _thinks(thinking: ThinkingSettings | None) -> bool:

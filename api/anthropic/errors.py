@@ -16,7 +16,15 @@ _KINDS: Final = {
 }
 
 
-def error_reply(status: int, message: str, request_id: str | None = None) -> AnthropicErrorReply:
+def error_reply(
+    status: int,
+    message: str,
+    request_id: str | None = None,
+    details: dict[str, str] | None = None,
+) -> AnthropicErrorReply:
     """Return the body of an error with a status."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return AnthropicErrorReply(AnthropicError(kind, message), request_id)
+    error = AnthropicError(kind, message)
+    if details is not None:
+        error.details = details
+    return AnthropicErrorReply(error, request_id)

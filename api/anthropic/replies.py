@@ -65,6 +65,27 @@ class Counted(Struct):
     input_tokens: int
 
 
+class AnthropicModel(Struct):
+    """The loaded model as Anthropic's clients list it."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+    type: Literal["model"] = "model"
+
+
+class AnthropicModels(Struct):
+    """GET /v1/models, for Anthropic's clients."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+
 class MessageStart(Struct):
     """The message begins."""
 
@@ -146,6 +167,7 @@ class AnthropicError(Struct):
 
     type: str
     message: str
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class AnthropicErrorReply(Struct):

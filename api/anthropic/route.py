@@ -11,9 +11,9 @@ from ...actors.request import Broken, Finished
 from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
-from ..answers import answer, new_request_id, paceline_of, usage_of
+from ..answers import answer, paceline_of, usage_of
 from ..models import check_model
-from ..problems import broken_status, decode, renamed, reply
+from ..problems import broken_status, decode, new_request_id, renamed, reply, shortened
 from ..shape import Collected, Shape
 from ..translate import chat_order, chat_prompt
 from .bodies import FIELDS, CountRequest, MessagesRequest, understood
@@ -70,7 +70,10 @@ async def count_tokens(house: House, raw: bytes) -> Response:
     body: CountRequest = decode(_COUNT_DECODER, raw)
     check_model(house, body.model)
     chat, go_on = understood(body)
-    _, prompt = await chat_prompt(chat, house.text, go_on=go_on)
+    try:
+        _, prompt = await chat_prompt(chat, house.text, go_on=go_on)
+    except CallerError as error:
+        raise renamed(error, FIELDS) from None
     return reply(200, Counted(len(prompt.tokens)))
 
 
@@ -133,7 +136,9 @@ class MessageShape(Shape):
 
     def failure(self, broken: Broken) -> msgspec.Struct:
         """Return the error in Anthropic's words."""
-        return error_reply(broken_status(broken), broken.message, self._order.generation.request_id)
+        return error_reply(
+            broken_status(broken), shortened(broken.message), self._order.generation.request_id
+        )
 
     def _message(self, blocks: list[BlockOut], usage: MessageUsage) -> MessageReply:
         suffix = self._order.generation.request_id.removeprefix("req-")

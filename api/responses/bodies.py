@@ -4,21 +4,20 @@ Source: OpenAI API description 2.3 (responses).
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, assert_never
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from ...runtime.errors import CallerError
-from ..problems import explained
+from ..known import Route
 from ..schemas import (
+    AllowedTool,
+    AllowedTools,
+    AllowedToolsChoice,
     Alternatives,
-    AssistantMessage,
     ChatRequest,
     DeveloperMessage,
-    FunctionCall,
     FunctionTool,
-    ImagePart,
     JsonObjectFormat,
     JsonSchemaFormat,
     Message,
@@ -27,94 +26,15 @@ from ..schemas import (
     Positive,
     ResponseFormat,
     SamplingFields,
-    SystemMessage,
-    TextPart,
     Tool,
-    ToolCall,
     ToolChoice,
-    ToolMessage,
     ToolName,
-    UserMessage,
 )
+from .items import converted, messages_of
 
-
-class _Words(Struct):
-    """What parts of text share."""
-
-    text: str
-
-
-class InputText(_Words, tag_field="type", tag="input_text"):
-    """A piece of what somebody said."""
-
-
-class OutputText(_Words, tag_field="type", tag="output_text"):
-    """A piece of what the model said."""
-
-
-class PlainText(_Words, tag_field="type", tag="text"):
-    """A piece of text, as some clients call it."""
-
-
-class SummaryText(_Words, tag_field="type", tag="summary_text"):
-    """A piece of a summary."""
-
-
-class ReasoningText(_Words, tag_field="type", tag="reasoning_text"):
-    """A piece of a thought."""
-
-
-class Refusal(Struct, tag_field="type", tag="refusal"):
-    """What the model would not say."""
-
-    refusal: str
-
-
-class InputImage(Struct, tag_field="type", tag="input_image"):
-    """An image; a text model cannot see it."""
-
-
-class InputFile(Struct, tag_field="type", tag="input_file"):
-    """A file; nothing here reads it."""
-
-
-Piece = (
-    InputText | OutputText | PlainText | SummaryText | ReasoningText | Refusal | InputImage
-    | InputFile
-)  # fmt: skip
-Content = str | list[Piece]
-
-
-class MessageItem(Struct, tag_field="type", tag="message"):
-    """What somebody said."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-
-
-class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
-    """A call the model made."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-class FunctionOutputItem(Struct, tag_field="type", tag="function_call_output"):
-    """What a call brought."""
-
-    call_id: str
-    output: Content
-
-
-class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
-    """What the model thought; what is encrypted cannot be read here and is left out."""
-
-    content: list[Piece] | None = None
-    summary: list[Piece] | None = None
-
-
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+_MOST_LABELS: Final = 16  # OpenAI's limits of metadata
+_LONGEST_LABEL: Final = 64
+_LONGEST_VALUE: Final = 512
 
 
 class FunctionSpec(Struct, tag_field="type", tag="function"):
@@ -162,15 +82,27 @@ class NamedFunction(Struct, tag_field="type", tag="function"):
     name: str
 
 
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
+    """Only some of the functions may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
+
+
+Choice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """POST /v1/responses; sampling extensions are those of the other routes."""
+
+    route: ClassVar[Route] = "responses"
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     top_logprobs: Alternatives | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
@@ -178,10 +110,15 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     store: bool | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    truncation: str | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # extension
+
+
+class InputTokensRequest(ResponsesRequest, kw_only=True):
+    """POST /v1/responses/input_tokens."""
+
+    route: ClassVar[Route] = "input"
+
+    input: str | list[dict[str, Any]] = ""
 
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -210,23 +147,20 @@ class Asked(Struct, frozen=True):
     spaces: dict[str, str]
 
 
-def understood(body: ResponsesRequest, history: Sequence[Message]) -> Asked:
+def understood(
+    body: ResponsesRequest, items: Sequence[dict[str, Any]], history: Sequence[Message]
+) -> Asked:
     """Return the chat request that a body means.
 
     Args:
+        items: Its input, with no reference left in it.
         history: What was said before, under `previous_response_id`.
 
     Raises:
         CallerError: For what cannot be served.
     """
-    for name in ("background", "conversation", "prompt"):
-        if getattr(body, name):
-            raise CallerError(f"{name} is not served; see docs/api.md", param=name)
-    if body.n not in (None, 1):
-        raise CallerError("n: a response is one answer", param="n")
-    if body.truncation not in (None, "disabled"):
-        raise CallerError("truncation: only 'disabled' is served", param="truncation")
-    said = _messages(body.input)
+    _check_metadata(body.metadata or {})
+    said = messages_of(items)
     instructions = [DeveloperMessage(body.instructions)] if body.instructions else []
     messages = [*instructions, *history, *said]
     if not messages:
@@ -243,15 +177,39 @@ def understood(body: ResponsesRequest, history: Sequence[Message]) -> Asked:
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
         **shared,
     )
     return Asked(chat, (*history, *said), spaces)
 
 
-def _choice(choice: str | NamedFunction | None) -> ToolChoice | None:
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Refuse what OpenAI refuses: it is kept with the response and counts against its store.
+
+    Raises:
+        CallerError: Saying which limit is passed.
+    """
+    if len(metadata) > _MOST_LABELS:
+        raise CallerError(f"metadata: at most {_MOST_LABELS} pairs are kept", param="metadata")
+    for name, value in metadata.items():
+        if len(name) > _LONGEST_LABEL:
+            raise CallerError(
+                f"metadata: a key has at most {_LONGEST_LABEL} characters", param="metadata"
+            )
+        if not isinstance(value, str) or len(value) > _LONGEST_VALUE:
+            raise CallerError(
+                f"metadata.{name}: a value is a text of at most {_LONGEST_VALUE} characters",
+                param=f"metadata.{name}",
+            )
+
+
+def _choice(choice: Choice | None) -> ToolChoice | None:
     if isinstance(choice, NamedFunction):
         return NamedToolChoice(ToolName(choice.name))
-    return choice  # type: ignore[return-value]  # the same three words
+    if isinstance(choice, AllowedFunctions):
+        tools = [AllowedTool(ToolName(tool.name)) for tool in choice.tools]
+        return AllowedToolsChoice(AllowedTools(choice.mode, tools))
+    return choice
 
 
 def _format(text: TextSettings | None) -> ResponseFormat | None:
@@ -273,11 +231,11 @@ def _tools(given: Sequence[dict[str, Any]]) -> tuple[list[Tool], dict[str, str]]
         if kind == "namespace":
             inner = tool.get("tools")
             for place, function in enumerate(inner if isinstance(inner, list) else ()):
-                spec = _converted(function, FunctionSpec, f"{where}.tools[{place}]")
+                spec = converted(function, FunctionSpec, f"{where}.tools[{place}]")
                 spaces[spec.name] = str(tool.get("name", ""))
                 tools.append(_tool(spec))
         elif kind == "function":
-            tools.append(_tool(_converted(tool, FunctionSpec, where)))
+            tools.append(_tool(converted(tool, FunctionSpec, where)))
         elif not str(kind).startswith(_UNTOLD):
             raise CallerError(
                 f"{where}.type: {kind!r} tools are not served; only functions are",
@@ -288,71 +246,3 @@ def _tools(given: Sequence[dict[str, Any]]) -> tuple[list[Tool], dict[str, str]]
 
 def _tool(spec: FunctionSpec) -> Tool:
     return Tool(FunctionTool(spec.name, spec.description, spec.parameters, spec.strict))
-
-
-def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Return what an input says; calls join the assistant's message before them."""
-    if isinstance(given, str):
-        return [UserMessage(given)]
-    messages: list[Message] = []
-    thought: str | None = None
-    for at, raw in enumerate(given):
-        where = f"input[{at}]"
-        item: Item = _converted({"type": "message", **raw}, Item, where)
-        match item:
-            case MessageItem(role, content):
-                text = _parts(content, where)
-                if role == "assistant":
-                    messages.append(AssistantMessage(text, reasoning_content=thought))
-                    thought = None
-                elif role == "user":
-                    messages.append(UserMessage(text))
-                elif role == "system":
-                    messages.append(SystemMessage(text))
-                else:
-                    messages.append(DeveloperMessage(text))
-            case FunctionCallItem(call_id, name, arguments):
-                call = ToolCall(call_id, FunctionCall(name, arguments))
-                last = messages[-1] if messages else None
-                if not isinstance(last, AssistantMessage):
-                    last = AssistantMessage(reasoning_content=thought)
-                    messages.append(last)
-                    thought = None
-                last.tool_calls = [*(last.tool_calls or []), call]
-            case FunctionOutputItem(call_id, output):
-                messages.append(ToolMessage(_parts(output, where), call_id))
-            case ReasoningItem(content, summary):
-                thought = _plain(content or summary or []) or None
-            case _:
-                assert_never(item)
-    return messages
-
-
-def _converted(raw: Any, kind: Any, where: str) -> Any:
-    """Convert a part of a body.
-
-    Raises:
-        CallerError: Naming the part and what is wrong with it.
-    """
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise explained(error, where) from None
-
-
-def _parts(content: Content, where: str) -> str | list[Any]:
-    """Return content as chat has it; images and files are refused there, by their place."""
-    if isinstance(content, str):
-        return content
-    kinds = {InputImage: ImagePart(), InputFile: ImagePart()}
-    return [kinds.get(type(p)) or TextPart(_plain([p])) for p in content]
-
-
-def _plain(pieces: Sequence[Piece]) -> str:
-    texts = []
-    for piece in pieces:
-        if isinstance(piece, _Words):
-            texts.append(piece.text)
-        elif isinstance(piece, Refusal):
-            texts.append(piece.refusal)
-    return "".join(texts)

@@ -128,6 +128,23 @@ class Deleted(Struct):
     deleted: bool = True
 
 
+class InputTokens(Struct):
+    """The answer of input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ItemList(Struct):
+    """A page of the items that a response was asked with."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
 class ResponseEvent(Struct):
     """The response itself begins, goes on, or is over."""
 

@@ -1,8 +1,10 @@
 """/v1/responses over fake lanes: items and events in order, what is kept, what is refused."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import trio.testing
 from openai.types.responses import Response, ResponseStreamEvent
@@ -200,7 +202,9 @@ async def test_a_call_can_be_enforced_and_a_format_kept(
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "message", "role": "boss", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0]",
@@ -228,8 +232,8 @@ async def test_what_cannot_be_is_refused_by_its_name(
     assert body["error"]["param"] == param
 
 
-def _reply(number: int) -> ResponseReply:
-    return ResponseReply(id=f"resp_{number}", created_at=0, model="m", status="completed")
+def _reply(number: int, **fields: Any) -> ResponseReply:
+    return ResponseReply(id=f"resp_{number}", created_at=0, model="m", status="completed", **fields)
 
 
 def test_the_store_is_bounded() -> None:
@@ -241,14 +245,40 @@ def test_the_store_is_bounded() -> None:
     store.put(_reply(3), [UserMessage("x")])
     with pytest.raises(UnknownThing):
         store.get("resp_1")
-    assert store.get("resp_0").messages == (UserMessage("x"),)
-    small = ResponseStore(most_characters=250)
+    assert store.history("resp_0") == (UserMessage("x"),)
+
+
+_WORD = "y" * 600
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda number: (_reply(number), [UserMessage(_WORD)]),
+        lambda number: (_reply(number, metadata={"k": _WORD}), []),
+        lambda number: (_reply(number, tools=[{"type": "web_search", "x": _WORD}]), []),
+        lambda number: (_reply(number, instructions=_WORD), []),
+        lambda number: (_reply(number), [], [{"id": f"msg_{number}", "content": _WORD}]),
+        lambda number: (_reply(number), [], [], [[(1, 0)] * (len(_WORD) // 64 + 1)]),
+    ],
+)
+def test_all_of_a_response_counts(kept: Callable[[int], Any]) -> None:
+    """Whatever is kept of a response is counted, and what is forgotten is not any more."""
+    size = len(msgspec.json.encode(_reply(0))) + len(_WORD) + 100
+    store = ResponseStore(most_bytes=2 * size)
     for number in range(4):
-        small.put(_reply(number), [UserMessage("y" * 60)])
+        store.put(*kept(number))
+    for number in (0, 1):
+        with pytest.raises(UnknownThing):
+            store.get(f"resp_{number}")
+    store.get("resp_2")
+    store.drop("resp_2")
+    store.put(*kept(5))
+    store.get("resp_3")
+    too_large = kept(9)
+    too_large[0].instructions = 2 * size * "z"
+    store.put(*too_large)
+    assert not too_large[0].store
     with pytest.raises(UnknownThing):
-        small.get("resp_0")
-    small.get("resp_3")
-    small.put(_reply(9), [UserMessage("z" * 1000)])
-    with pytest.raises(UnknownThing):
-        small.get("resp_9")
-    small.get("resp_3")
+        store.get("resp_9")
+    store.get("resp_3")

@@ -1,0 +1,220 @@
+"""Items of a response's input, and the messages that they mean.
+
+Source: OpenAI API description 2.3 (responses).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, assert_never
+
+import msgspec
+from msgspec import Struct
+
+from ..problems import explained
+from ..schemas import (
+    AssistantMessage,
+    DeveloperMessage,
+    FunctionCall,
+    ImagePart,
+    Message,
+    SystemMessage,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+
+_PREFIXES: Final = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+class _Words(Struct):
+    """What parts of text share."""
+
+    text: str
+
+
+class InputText(_Words, tag_field="type", tag="input_text"):
+    """A piece of what somebody said."""
+
+
+class OutputText(_Words, tag_field="type", tag="output_text"):
+    """A piece of what the model said."""
+
+
+class PlainText(_Words, tag_field="type", tag="text"):
+    """A piece of text, as some clients call it."""
+
+
+class SummaryText(_Words, tag_field="type", tag="summary_text"):
+    """A piece of a summary."""
+
+
+class ReasoningText(_Words, tag_field="type", tag="reasoning_text"):
+    """A piece of a thought."""
+
+
+class Refusal(Struct, tag_field="type", tag="refusal"):
+    """What the model would not say."""
+
+    refusal: str
+
+
+class InputImage(Struct, tag_field="type", tag="input_image"):
+    """An image; a text model cannot see it."""
+
+
+class InputFile(Struct, tag_field="type", tag="input_file"):
+    """A file; nothing here reads it."""
+
+
+Piece = (
+    InputText | OutputText | PlainText | SummaryText | ReasoningText | Refusal | InputImage
+    | InputFile
+)  # fmt: skip
+Content = str | list[Piece]
+
+
+class MessageItem(Struct, tag_field="type", tag="message"):
+    """What somebody said."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
+    """A call the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(Struct, tag_field="type", tag="function_call_output"):
+    """What a call brought."""
+
+    call_id: str
+    output: Content
+
+
+class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
+    """What the model thought; what is encrypted cannot be read here and is left out."""
+
+    content: list[Piece] | None = None
+    summary: list[Piece] | None = None
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return what an input's items say.
+
+    Calls join the assistant's message before them. A thought belongs to what the assistant says
+    or calls behind it in the same turn; one with nothing behind it is left out.
+
+    Raises:
+        CallerError: Naming the item that is wrong.
+    """
+    messages: list[Message] = []
+    thoughts: list[str] = []
+    for at, raw in enumerate(given):
+        where = f"input[{at}]"
+        item: Item = converted({**raw, "type": kind_of(raw)}, Item, where)
+        match item:
+            case MessageItem("assistant", content):
+                messages.append(AssistantMessage(_parts(content)))
+                _take(messages[-1], thoughts)
+            case MessageItem("user", content):
+                thoughts.clear()
+                messages.append(UserMessage(_parts(content)))
+            case MessageItem("system", content):
+                messages.append(SystemMessage(_parts(content)))
+            case MessageItem("developer", content):
+                messages.append(DeveloperMessage(_parts(content)))
+            case FunctionCallItem(call_id, name, arguments):
+                if not messages or not isinstance(messages[-1], AssistantMessage):
+                    messages.append(AssistantMessage())
+                last = messages[-1]
+                assert isinstance(last, AssistantMessage)
+                call = ToolCall(call_id, FunctionCall(name, arguments))
+                last.tool_calls = [*(last.tool_calls or []), call]
+                _take(last, thoughts)
+            case FunctionOutputItem(call_id, output):
+                messages.append(ToolMessage(_parts(output), call_id))
+            case ReasoningItem(content, summary):
+                thoughts.append(_plain(content or summary or []))
+            case MessageItem():
+                raise AssertionError("a role of no known name does not decode")
+            case _:
+                assert_never(item)
+    return messages
+
+
+def listed(given: Sequence[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
+    """Return an input as items with ids, as OpenAI lists them.
+
+    Args:
+        suffix: What makes the ids of items that have none this response's own.
+    """
+    return [_listed(item, f"{suffix}in{at}") for at, item in enumerate(given)]
+
+
+def kind_of(item: dict[str, Any]) -> str:
+    """Return an item's type, which a message and a reference to a kept item may leave out."""
+    kind = item.get("type")
+    if kind is None:
+        return "item_reference" if item.keys() <= {"id", "type"} else "message"
+    return str(kind)
+
+
+def _listed(item: dict[str, Any], suffix: str) -> dict[str, Any]:
+    kind = kind_of(item)
+    item = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{suffix}"}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part: dict[str, Any] = {"type": "input_text", "text": item["content"]}
+        if item.get("role") == "assistant":
+            part = {"type": "output_text", "text": item["content"], "annotations": []}
+        item["content"] = [part]
+    return item if kind == "reasoning" else {"status": "completed", **item}
+
+
+def _take(message: Message, thoughts: list[str]) -> None:
+    """Let an assistant's message have the thoughts that stand before it."""
+    assert isinstance(message, AssistantMessage)
+    had = [message.reasoning_content] if message.reasoning_content else []
+    message.reasoning_content = "\n".join([*had, *filter(None, thoughts)]) or None
+    thoughts.clear()
+
+
+def converted(raw: Any, kind: Any, where: str) -> Any:
+    """Convert a part of a body.
+
+    Raises:
+        CallerError: Naming the part and what is wrong with it.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise explained(error, where) from None
+
+
+def _parts(content: Content) -> str | list[Any]:
+    """Return content as chat has it; images and files are refused there, by their place."""
+    if isinstance(content, str):
+        return content
+    kinds = {InputImage: ImagePart(), InputFile: ImagePart()}
+    return [kinds.get(type(p)) or TextPart(_plain([p])) for p in content]
+
+
+def _plain(pieces: Sequence[Piece]) -> str:
+    texts = []
+    for piece in pieces:
+        if isinstance(piece, _Words):
+            texts.append(piece.text)
+        elif isinstance(piece, Refusal):
+            texts.append(piece.refusal)
+    return "".join(texts)
