@@ -8,6 +8,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
 from quart import Request, Response, request
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
+from werkzeug.exceptions import NotFound
 
 from .. import __version__
 from ..actors.house import House
@@ -109,6 +110,10 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
     @app.post("/v1/responses/input_tokens")
     async def input_tokens() -> Response:
         return await count_input(house, store, await body())
+
+    @app.post("/v1/responses/compact")
+    async def compacted() -> Response:
+        raise NotFound  # it is no response's id either
 
     @app.get("/v1/responses/<response_id>")
     async def kept_response(response_id: str) -> Response:

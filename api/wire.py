@@ -42,4 +42,4 @@ async def send_error(protocol: Any, status_code: int) -> None:
 
 def speak_json() -> None:
     """Let every connection of this process answer broken HTTP so."""
-    H11Protocol._send_error_response = send_error  # type: ignore[method-assign]
+    H11Protocol._send_error_response = send_error  # type: ignore[method-assign, assignment]

@@ -46,12 +46,17 @@ _BASES: Final[dict[Route, dict[str, Any]]] = {
 }
 _SCHEMA: Final = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
 _FUNCTION: Final = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+_CHAT_TOOLS: Final = [{"type": "function", "function": _FUNCTION}]
+_RESPONSES_TOOLS: Final = [{"type": "function", **_FUNCTION}]
+_MESSAGES_TOOLS: Final = [{"name": "look", "input_schema": {"type": "object"}}]
 _TOOLS: Final[dict[Route, Any]] = {
-    "chat": [{"type": "function", "function": _FUNCTION}],
-    "responses": [{"type": "function", **_FUNCTION}],
-    "messages": [{"name": "look", "input_schema": {"type": "object"}}],
+    "chat": _CHAT_TOOLS,
+    "responses": _RESPONSES_TOOLS,
+    "messages": _MESSAGES_TOOLS,
+    "count": _MESSAGES_TOOLS,
+    "input": _RESPONSES_TOOLS,
+    "tokenize": _CHAT_TOOLS,
 }
-_TOOLS |= {"count": _TOOLS["messages"], "input": _TOOLS["responses"], "tokenize": _TOOLS["chat"]}
 _CHOSEN: Final[dict[Route, Any]] = {
     "chat": "none",
     "responses": "none",
@@ -212,7 +217,9 @@ def test_context_management_that_edits_nothing_passes(edits: Any, passes: bool) 
 
 def _requests(route: Route, path: str) -> Iterator[dict[str, Any]]:
     """Give a request without a field and the same with it."""
-    base = {"prompt": "hello"} if (route, path) == ("tokenize", "prompt") else dict(_BASES[route])
+    base: dict[str, Any] = dict(_BASES[route])
+    if (route, path) == ("tokenize", "prompt"):
+        base = {"prompt": "hello"}
     if path in ("tools", "tool_choice", "parallel_tool_calls"):
         value: Any = {"tools": _TOOLS[route], "tool_choice": _CHOSEN.get(route)}.get(path, False)
         base |= {} if path == "tools" else {"tools": _TOOLS[route]}

@@ -135,6 +135,31 @@ async def test_a_failure_ends_a_stream_as_failed(
     assert body["error"]["code"] == "row_failed"
 
 
+async def test_a_failure_leaves_no_item_open(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What grew when a row failed is told as incomplete, and what was over before as completed."""
+    said = f"<think>hm</think>Look.{_CALL[:30]}"
+    for cut in ("<think>h", "<think>hm</think>Lo", said):
+        script = says(cut)
+        text = FakeText(_THINKS, "free")
+
+        def fails(row: Any, script: Any = script, cut: str = cut) -> int:
+            return -1 if len(row.generated) >= len(cut) else int(script(row))
+
+        async with serving(fails, text=text) as (client, _):
+            found = await events(client, tools=[_LOOK])
+        opened = [e["item"]["id"] for e in found if e["type"] == "response.output_item.added"]
+        over = [e["item"] for e in found if e["type"] == "response.output_item.done"]
+        assert found[-1]["type"] == "response.failed"
+        assert found[-2]["type"] == "response.output_item.done"
+        assert [item["id"] for item in over] == opened
+        assert found[-1]["response"]["output"] == over
+        *before, last = [item["status"] for item in over]
+        assert last == "incomplete"
+        assert set(before) <= {"completed"}
+
+
 async def test_a_conversation_goes_on_by_its_id(
     serving: Serving, autojump_clock: trio.testing.MockClock
 ) -> None:
