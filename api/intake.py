@@ -58,7 +58,7 @@ class Intake:
             RequestEntityTooLarge: When it is larger than the app allows.
         """
         size = request.content_length
-        with self._arrival(self._most if size is None else min(size, self._most)):
+        with self._arrival(min(size or 0, self._most)):
             body = await read_body(request, self._stall_s)
         await self._take_room(len(body))
         if len(body) <= INLINE_BYTES:
@@ -69,7 +69,7 @@ class Intake:
 
     @contextmanager
     def _arrival(self, size: int) -> Iterator[None]:
-        """Count a body while it arrives; one that declares no size counts as the largest."""
+        """Count a body of a declared size while it arrives."""
         size = size if size > _LARGE else 0
         if size > self._arriving:
             raise BusyError(_TOO_MANY, _RETRY_SECONDS)
