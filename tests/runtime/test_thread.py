@@ -113,3 +113,27 @@ async def test_the_device_cannot_outrun_trio() -> None:
         with trio.fail_after(10):
             await done.wait()
         nursery.cancel_scope.cancel()
+
+
+async def test_a_build_that_is_given_up_is_left_behind_at_once() -> None:
+    """Cancelled while the loop is built, `run` does not wait for it; the thread ends by itself."""
+    go_on, began = threading.Event(), trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    thread: list[threading.Thread] = []
+
+    def build() -> _Loop:
+        thread.append(threading.current_thread())
+        token.run_sync_soon(began.set)
+        go_on.wait()
+        return _Loop()
+
+    device = DeviceThread[int, int](build)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(device.run, lambda result: None)
+        await began.wait()
+        nursery.cancel_scope.cancel()
+    assert device.stuck
+    assert thread[0].is_alive()
+    go_on.set()
+    await trio.to_thread.run_sync(thread[0].join, 10)
+    assert not thread[0].is_alive()
