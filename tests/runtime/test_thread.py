@@ -1,10 +1,12 @@
 """The device thread on the real clock: one thread for all turns, and a way back into trio."""
 
+import math
 import threading
 
 import pytest
 import trio
 
+from paceline.runtime import thread as thread_module
 from paceline.runtime.thread import LAG, DeviceThread
 
 
@@ -115,8 +117,11 @@ async def test_the_device_cannot_outrun_trio() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_build_that_is_given_up_is_left_behind_at_once() -> None:
+async def test_a_build_that_is_given_up_is_left_behind_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Cancelled while the loop is built, `run` does not wait for it; the thread ends by itself."""
+    monkeypatch.setattr(thread_module, "JOIN_SECONDS", math.inf)
     go_on, began = threading.Event(), trio.Event()
     token = trio.lowlevel.current_trio_token()
     thread: list[threading.Thread] = []
@@ -131,6 +136,7 @@ async def test_a_build_that_is_given_up_is_left_behind_at_once() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(device.run, lambda result: None)
         await began.wait()
+        threading.Timer(5, go_on.set).start()  # so that waiting for the build is seen to fail
         nursery.cancel_scope.cancel()
     assert device.stuck
     assert thread[0].is_alive()
