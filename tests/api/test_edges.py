@@ -153,7 +153,7 @@ async def test_an_error_repeats_little(
     """However long what a caller sent is, its error is short."""
     async with serving() as (client, _):
         answer = await client.post(path, json=body, headers=_LOCAL)
-        raw = await answer.get_data()
+        raw = await answer.get_data(as_text=False)
     assert answer.status_code == 400
     assert len(raw) < 1200
     assert raw.count(b"x") < 450

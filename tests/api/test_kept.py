@@ -93,9 +93,9 @@ async def test_a_kept_response_is_told_again(
             _, kept = await ask(client, **asked)
         path = f"{_PATH}/{kept['id']}?stream=true"
         answer = await client.get(path, headers=_LOCAL)
-        again = named_events(await answer.get_data())
+        again = named_events(await answer.get_data(as_text=False))
         answer = await client.get(path + "&starting_after=3", headers=_LOCAL)
-        later = named_events(await answer.get_data())
+        later = named_events(await answer.get_data(as_text=False))
         wrong = await client.get(path + "&starting_after=x", headers=_LOCAL)
         _, whole = await get(client, kept["id"])
     if streamed:
