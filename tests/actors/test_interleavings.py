@@ -15,13 +15,14 @@ from paceline.runtime.errors import BusyError
 from paceline.runtime.modes import CohortPolicy, Mode, Priority
 from paceline.runtime.settings import ServerArgs
 
-Op = tuple[Literal["admit", "hang_up", "stall", "wait"], int, int]
+Op = tuple[Literal["admit", "hang_up", "stall", "slow", "wait"], int, int]
 
 _OPS = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), st.integers(1, 150), st.integers(1, 40)),
         st.tuples(st.just("hang_up"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("stall"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("slow"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("wait"), st.integers(0, 40), st.just(0)),
     ),
     max_size=40,
@@ -35,6 +36,7 @@ _MODES = st.sampled_from(
 _PRIORITIES = list(Priority)
 _FAILING_PROMPT = 13  # a prompt of this length fails at its third token
 _STALL_S = 5.0
+_SIP_S = 4.0  # between two reads of a slow client: within the limit
 
 
 def _script(row: Row) -> int:
@@ -51,6 +53,7 @@ class _Client:
         self.budget = budget
         self.fails = fails
         self.stalled = False
+        self.slow = False
         self.left = False
         self.ends = 0
         self.seen: list[str] = []
@@ -62,6 +65,8 @@ class _Client:
                 if self.actor.outcome is not None:
                     return
             try:
+                if self.slow:
+                    await trio.sleep(_SIP_S)
                 event = await self.actor.events.receive()
             except trio.EndOfChannel:
                 return
@@ -73,7 +78,11 @@ class _Client:
 
 async def _play(mode: Mode, trial: CohortPolicy, ops: list[Op]) -> tuple[Stand, list[_Client]]:
     args = ServerArgs(
-        scheduler_mode=mode, cohort_policy=trial, max_queue=6, client_stall_s=_STALL_S
+        scheduler_mode=mode,
+        cohort_policy=trial,
+        max_queue=6,
+        client_stall_s=_STALL_S,
+        parked_rows_max=2,
     )
     clients: list[_Client] = []
     async with stand(args, _script) as place, trio.open_nursery() as nursery:
@@ -97,10 +106,12 @@ async def _play(mode: Mode, trial: CohortPolicy, ops: list[Op]) -> tuple[Stand, 
                 client = clients[value % len(clients)]
                 if kind == "stall":
                     client.stalled = True
+                elif kind == "slow":
+                    client.slow = True
                 else:
                     client.left = True
                     client.actor.hang_up("client_disconnect")
-        await trio.sleep(_STALL_S * len(clients) + 200)
+        await trio.sleep(_STALL_S * len(clients) + 40 * _SIP_S + 200)
         assert place.house.open_requests == 0
         assert place.open_rows == set()
         assert not place.core.rows
@@ -112,7 +123,7 @@ async def _play(mode: Mode, trial: CohortPolicy, ops: list[Op]) -> tuple[Stand, 
 def _check(client: _Client) -> None:
     outcome: Outcome | None = client.actor.outcome
     assert outcome is not None, "every request has its terminal outcome"
-    undisturbed = not client.stalled and not client.left
+    undisturbed = not client.stalled and not client.slow and not client.left
     if undisturbed and not client.fails:
         assert client.ends == 1
         assert "".join(client.seen) == "".join(f" w{i}" for i in range(client.budget))

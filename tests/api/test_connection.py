@@ -1,12 +1,15 @@
 """Real hypercorn over memory streams in virtual time: keep-alive, disconnects, slow readers."""
 
+import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import hypercorn.trio.run
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -18,7 +21,7 @@ from tests.fakes import READ_S, STEP_S, Stand, row_context, stand
 from paceline.actors.house import HEARTBEAT_SECONDS
 from paceline.actors.request import Generation
 from paceline.api.app import make_app
-from paceline.api.connection import GuardedTCPServer
+from paceline.api.connection import LEAST_RATE, GuardedTCPServer, Patience
 from paceline.api.server import _config, serve_house
 from paceline.runtime.settings import ServerArgs
 
@@ -187,3 +190,124 @@ async def test_the_guarded_connection_is_the_one_that_is_served(
         await serve_house(place.house, stop, announce)
     assert urls[0].startswith("http://127.0.0.1:")
     assert hypercorn.trio.run.TCPServer is GuardedTCPServer
+
+
+async def test_a_large_body_is_sent_to_a_client_that_reads_steadily(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Pieces that each take most of client_stall_s add up to far more, and none is cut."""
+    async with _connected(client_stall_s=3) as (client, place, server):
+
+        async def slow() -> None:
+            await trio.sleep(2)
+
+        server.send_stream.send_all_hook = slow
+        place.house.served = msgspec.structs.replace(place.house.served, name="x" * 600_000)
+        began = trio.current_time()
+        await client.send_all(_request(None, "/v1/models"))
+        await _receive_until(client, b'"object":"list"}')
+        assert trio.current_time() - began > 4 * 3
+
+
+async def test_a_client_that_takes_a_byte_now_and_then_is_cut() -> None:
+    """Patience ends at once without progress, and on the whole below the least rate."""
+    clock = trio.testing.MockClock()
+    times: dict[int, float] = {}
+
+    async def wait(step: int) -> None:
+        patience = Patience(30.0)
+        began = trio.current_time()
+        while trio.current_time() < patience.deadline and trio.current_time() - began < 1000:
+            clock.jump(29.0)
+            patience.saw(step)
+        times[step] = trio.current_time() - began
+
+    async def all_steps() -> None:
+        for step in (0, 1, 29 * LEAST_RATE):
+            await wait(step)
+
+    await trio.to_thread.run_sync(lambda: trio.run(all_steps, clock=clock))
+    assert times[0] == 58.0
+    assert times[1] == 58.0
+    assert times[29 * LEAST_RATE] >= 1000
+
+
+@pytest.mark.slow
+async def test_a_steady_slow_reader_of_a_real_socket_gets_everything() -> None:
+    """A body that takes twice client_stall_s, never pausing so long, arrives whole."""
+    size, rate, stall_s = 4_000_000, 1_000_000, 2.0
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    client = await trio.open_tcp_stream("127.0.0.1", listener.socket.getsockname()[1])
+    server: Any = await listener.accept()
+    await listener.aclose()
+    connection = GuardedTCPServer(None, Config(), WorkerContext(None), {}, server)  # type: ignore[arg-type]
+    connection.stall_s = stall_s
+    got = 0
+    async with trio.open_nursery() as nursery, client:
+
+        async def send() -> None:
+            async with server:
+                assert await connection._send_bounded(memoryview(b"x" * size))
+
+        nursery.start_soon(send)
+        while part := await client.receive_some(rate // 20):
+            got += len(part)
+            await trio.sleep(len(part) / rate)
+    assert got == size
+
+
+async def test_a_dead_reader_of_a_real_socket_is_cut() -> None:
+    """A socket whose peer reads nothing is closed, whatever its buffers took before."""
+    accepted, peer = socket.socketpair()
+    server: Any = trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+    connection = GuardedTCPServer(None, Config(), WorkerContext(None), {}, server)  # type: ignore[arg-type]
+    connection.stall_s = 0.2
+    with trio.fail_after(60):
+        assert not await connection._send_bounded(memoryview(b"x" * 10_000_000))
+    peer.close()
+    accepted.close()
+
+
+async def test_a_steady_slow_upload_is_served_and_a_dead_one_is_refused(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A body that comes in pieces for minutes is read; one that stops is a 408 in good time."""
+    head, _, body = _request(_chat(2, stream=False)).partition(b"\r\n\r\n")
+    body = b" " * 60_000 + body
+    head = re.sub(rb"Content-Length: \d+", b"Content-Length: %d" % len(body), head)
+    data = head + b"\r\n\r\n" + body
+    async with _connected(client_stall_s=3) as (client, _, _):
+        for at in range(0, len(data), 100):
+            await client.send_all(data[at : at + 100])
+            await trio.sleep(0.09)
+        assert b" w1" in await _receive_until(client, b'"usage"')
+    async with _connected(client_stall_s=3) as (client, _, _):
+        await client.send_all(data[:-10])
+        began = trio.current_time()
+        answer = await _receive_until(client, b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert trio.current_time() - began == pytest.approx(3)
+
+
+async def test_a_body_in_chunks_has_the_same_bound(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Without a Content-Length too, more than body_limit_mb is a 413."""
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    async with _connected(body_limit_mb=1) as (client, _, _):
+        await client.send_all(head)
+
+        async def upload() -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                for _ in range(17):
+                    await client.send_all(piece)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upload)
+            assert (await _receive_until(client, b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+            nursery.cancel_scope.cancel()
