@@ -252,6 +252,34 @@ def test_a_slot_that_a_failed_row_left_is_clean(
     assert good.generated == expected[0][: len(good.generated)]
 
 
+@pytest.mark.parametrize("make", [lockstep, stock])
+def test_only_the_row_that_fails_steps_once_more(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made]
+) -> None:
+    """Uneven drafts beside it, or its slot taken next: no other row ever meets its numbers."""
+    made = make()
+    lane = lane_of(made, 3)
+    bad = begin(lane, context(1, Sampling(temperature=0), 40, 20), "bad")
+    good = begin(lane, context(2, Sampling(temperature=0), 10, 20), "good")
+    lane.step([bad, good], [2, 2])
+    poison(lane, bad, [0, 1], 3, 200, NAN)
+    counts: list[tuple[int, ...]] = []
+    kind = type(made[0])
+    step = kind.step
+
+    def counted(self: Any, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        counts.append(layout.counts)
+        return step(self, slots, layout, tokens)
+
+    monkeypatch.setattr(kind, "step", counted)
+    assert lane.step([bad, good], [3, 1])[0].error is not None
+    assert counts == [(4, 2, 0), (1, 0, 0)]
+    lane.close(bad)
+    late = begin(lane, context(3, Sampling(temperature=0), 9, 20), "late")
+    assert all(delta.error is None for delta in lane.step([late, good], [1, 1]))
+    assert counts[2:] == [(2, 2, 0)]
+
+
 def begin(lane: Any, asks: RowContext, key: str = "row") -> Row:
     """Open a row and read its prompt."""
     row: Row = lane.open(key, asks)
