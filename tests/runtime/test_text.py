@@ -1,12 +1,16 @@
 """The starter model's tokenizer: injection, half characters, and the template."""
 
+import sys
+import threading
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.runtime.errors import CallerError
+from paceline.runtime import text as text_module
+from paceline.runtime.errors import CallerError, ContextOverflow
 from paceline.runtime.text import Detokenizer, Text
 
 # The vocabulary lacks a few control characters and the bytes F1 and up of rare planes.
@@ -80,3 +84,75 @@ def test_a_template_that_refuses_is_the_callers_error(text: Text) -> None:
     with pytest.raises(CallerError) as error:
         text.encode_chat([{"role": "user", "content": {"not": "text"}}])
     assert error.value.param == "messages"
+
+
+_ASK = [{"role": "user", "content": "q" * 400_000}]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda text: text.encode("q" * 400_000, most=64),
+        lambda text: text.chat(_ASK, most=64, where="input"),
+        lambda text: text.encode("q" * 30_000_000),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    text: Text, monkeypatch: pytest.MonkeyPatch, work: Callable[[Text], object]
+) -> None:
+    """Its bytes alone say so; what is only counted has a bound as well."""
+
+    def never(*_: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(text_module, "_ids", never)
+    with pytest.raises(ContextOverflow, match="more than"):
+        work(text)
+
+
+def test_a_text_that_looks_short_is_measured_piece_by_piece(
+    text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bytes alone do not tell, no more is tokenized than it takes to know."""
+    sizes: list[int] = []
+    whole = text_module._ids
+
+    def seen(tokenizer: object, piece: str, *rest: object) -> list[int]:
+        sizes.append(len(piece))
+        return whole(tokenizer, piece, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(text_module, "_ids", seen)
+    with pytest.raises(ContextOverflow):
+        text.encode("# \n" * 200_000, most=12_000)
+    assert max(sizes) <= 65_536
+    assert sum(sizes) < 600_000
+
+
+@pytest.mark.parametrize("kind", ["encode", "chat", "decode"])
+def test_other_threads_run_while_text_is_worked_on(text: Text, kind: str) -> None:
+    """A thread that wakes meanwhile gets its turn, although the interpreter never takes turns."""
+    long = "The quick brown fox jumps over the lazy dog. " * 10_000
+    tokens = [1000] * 1_000_000
+    start, ran = threading.Lock(), threading.Event()
+    start.acquire()
+
+    def wake() -> None:
+        with start:
+            ran.set()
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        start.release()
+        if kind == "encode":
+            text.encode(long)
+        elif kind == "chat":
+            text.chat([{"role": "user", "content": long}])
+        else:
+            text.decode(tokens)
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
