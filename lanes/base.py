@@ -9,6 +9,7 @@ import msgspec
 
 from ..runtime.context import RowContext, TokenLogprob
 from ..runtime.exits import Ids
+from .penalties import Adjuster
 
 DRAFT_FAILURES: Final = 3  # of one row, after which nothing is drafted for it any more
 
@@ -143,7 +144,7 @@ class Row:
         self.generated: list[int] = []
         self.counts: dict[int, int] = {}  # how often each token was generated
         self.unheard: list[Hidden] = []  # positions a head has still to read, oldest first
-        self.prompt_set = frozenset(context.prompt) if context.sampling.penalised else frozenset()
+        self.adjuster = Adjuster(context.sampling, context.prompt)
         self.form = context.grammar.follow() if context.grammar is not None else None
         self.failed = False  # its keys and values may be no numbers
         self.draft_failures = 0
@@ -153,6 +154,7 @@ class Row:
         twin = Row(self.key, self.context, self.slots.copy())
         twin.read, twin.unheard = self.read, list(self.unheard)
         twin.generated, twin.counts = list(self.generated), dict(self.counts)
+        twin.adjuster = self.adjuster
         twin.form = self.form.copy() if self.form is not None else None
         twin.failed, twin.draft_failures = self.failed, self.draft_failures
         return twin

@@ -17,8 +17,9 @@ from .fork import Fork
 from .frames import FrameCache, LockstepFrame
 from .halves import Halves
 from .heads.qwen3_next import HeadParts
-from .lockstep import LockstepBlock, LockstepTrunk, Rotation, fork_frame, prefill_frame, step_frame
+from .lockstep import LockstepBlock, LockstepTrunk, fork_frame, prefill_frame, step_frame
 from .ragged import Frame, Layout, RowSlots, StepCache
+from .rotation import Rotation
 from .stock import SPAN_GRAIN, fork_caches
 from .tiles import tiled
 from .tree import Reach

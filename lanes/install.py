@@ -7,16 +7,15 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
 
-from ..runtime.errors import HeadRefused, ModelError, NoHead
+from ..runtime.errors import HeadRefused, LaneRefused, NoHead, PacelineError
 from ..runtime.model import LoadedModel
 from ..runtime.modes import MUST_DRAFT, NEVER_DRAFT, Mode
-from . import lockstep
 from .ar import ArLane
 from .base import Check, Lane, Receipt, Trunk
 from .choosing import Chooser, HostChooser
 from .device import DeviceChooser, device_is_faster
 from .geometry import GEOMETRIES, geometry_for, lane_name
-from .halves import Halves, halves
+from .halves import halves
 from .head import Head, LockstepHead, StockHead
 from .heads.qwen3_next import HeadParts, build_head
 from .heads.source import HeadSource, find_head
@@ -25,10 +24,11 @@ from .lockstep import LockstepTrunk
 from .mtp import MtpLane
 from .numerics import B1_EXACT, BALANCED, InTurn, balance
 from .prefix import PrefixBank
+from .reference import own_logits
 from .selfcheck import LaneChecker, check_golden, rounding
-from .solo import SoloTrunk, without_checkpoint
-from .stock import StockTrunk, foreign_caches
-from .tiles import probe_tiles
+from .solo import without_checkpoint
+from .stock import StockTrunk
+from .trunks import choose_trunk
 from .verify import ACCEPTANCE, Coupled
 
 # Which geometries a mode needs; rows then run on the narrowest that carries them.
@@ -89,11 +89,24 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
         HeadRefused: When the mode needs a head and there is none, or the model's own is damaged.
         ModelError: When the model has no lane for the mode.
     """
+    try:
+        return _install(model, wanted)
+    except PacelineError:
+        raise
+    except Exception as error:  # a family's code may raise anything on rows side by side
+        line = (str(error) or "no message").splitlines()[0]
+        raise LaneRefused(
+            wanted.mode.value, "runs at all", f"{type(error).__name__}: {line}"
+        ) from error
+
+
+def _install(model: LoadedModel, wanted: Wanted) -> Installed:
     needed = [g for g in NEEDS[wanted.mode] if g <= geometry_for(wanted.widest)]
     found, origin = _find(model, wanted)
     parts = found[1] if found else None
     one_row = needed[-1] == 1 and wanted.mode is not Mode.HYPER
-    trunk, why = _choose_trunk(model, parts, one_row, wanted)
+    own = own_logits(model.net, model.card.vocab_size)  # before any layer of it is replaced
+    trunk, why, same = choose_trunk(model, parts, one_row, wanted.exact_widths, wanted.chunk, own)
     head = _attach(trunk, *found) if found else None
     if wanted.numerics == BALANCED:
         why += "; " + balance(trunk, model.net.layers[0])
@@ -107,7 +120,7 @@ def install(model: LoadedModel, wanted: Wanted) -> Installed:
             lanes.append(InTurn(lanes[0], geometry))
             continue
         receipt = checker.check(lane_name("ar" if head is None else "mtp", geometry), geometry)
-        receipt = msgspec.structs.replace(receipt, checks=(*receipt.checks, *golden))
+        receipt = msgspec.structs.replace(receipt, checks=(*receipt.checks, *same, *golden))
         lanes.append(_lane(trunk, geometry, model, receipt, chooser, head, bank, wanted))
     if wanted.mode is Mode.HYPER:
         assert head is not None, "a mode that must draft is refused without a head"
@@ -198,38 +211,3 @@ def _golden(head: Head, trunk: Trunk, source: HeadSource, model: LoadedModel) ->
     if source.golden is None:
         return ()
     return (check_golden(head, trunk, source.golden, rounding(model.card)),)
-
-
-def _choose_trunk(
-    model: LoadedModel, parts: HeadParts | None, one_row: bool, wanted: Wanted
-) -> tuple[Trunk, str]:
-    """Take constant-shape arithmetic where it holds on this machine, else mlx-lm's own layers.
-
-    Args:
-        one_row: Whether no pass will hold more than one row and one branch of it.
-    """
-    net, vocab_size = model.net, model.card.vocab_size
-    why_not = _why_not_constant_shape(model)
-    if why_not is None:
-        layers = [net.layers[0], *([] if parts is None else parts.layers)]
-        others = [Halves(net).output_weight, *([] if parts is None else [parts.fc.weight])]
-        tiles = probe_tiles(lockstep.products(layers, *others), wanted.exact_widths)
-        if tiles is not None:
-            why = f"rows keep their bits in tiles of {tiles.tile}, a lone row is in {tiles.lone}"
-            return LockstepTrunk(net, tiles, vocab_size), why
-        why_not = "this BLAS rounds by a row's place in every tile"
-    foreign = foreign_caches(net)
-    if not foreign:
-        return StockTrunk(net, vocab_size, wanted.chunk), why_not
-    if not one_row:
-        raise ModelError(
-            f"model {model.card.name!r} keeps its state in {', '.join(foreign)}, which holds no "
-            "rows or branches side by side; serve it with scheduler_mode serial or cooperative"
-        )
-    return SoloTrunk(net, vocab_size, wanted.chunk), f"{why_not}; state in {', '.join(foreign)}"
-
-
-def _why_not_constant_shape(model: LoadedModel) -> str | None:
-    if model.card.device != "cpu" or model.card.dtype != "float32":
-        return "constant-shape arithmetic is for float32 on CPUs"
-    return lockstep.unsupported(model.net)

@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import llama
-from numpy.typing import NDArray
 
 from ..runtime.errors import ModelError
 from .fork import Fork
-from .frames import ForkFrame, FrameCache, LockstepFrame, PrefillFrame, StepFrame, Table
+from .frames import ForkFrame, FrameCache, LockstepFrame, PrefillFrame, StepFrame
 from .halves import Halves
+from .known import unsupported
 from .ragged import Layout, Pass, RowSlots, SlotMaker
+from .rotation import Rotation, rotate
 from .tiles import Tiles, tiled
 from .tree import Reach
 
@@ -90,7 +90,7 @@ def step_frame(
     slots: RowSlots,
     lengths: Sequence[int],
     layout: Layout,
-    turns: "Rotation",
+    turns: Rotation,
     tiles: Tiles,
     last_only: bool = False,
 ) -> StepFrame:
@@ -108,7 +108,7 @@ def step_frame(
 
 
 def prefill_frame(
-    slots: RowSlots, slot: int, start: int, count: int, turns: "Rotation"
+    slots: RowSlots, slot: int, start: int, count: int, turns: Rotation
 ) -> PrefillFrame:
     """Make room for a run of one slot's new positions and return its frame.
 
@@ -119,7 +119,7 @@ def prefill_frame(
     return PrefillFrame(slots, slot, start, turns.table(np.arange(start, start + count)))
 
 
-def fork_frame(fork: Fork, reach: Reach, turns: "Rotation", tiles: Tiles) -> ForkFrame:
+def fork_frame(fork: Fork, reach: Reach, turns: Rotation, tiles: Tiles) -> ForkFrame:
     """Make room behind a row for the longest of some branches and return their frame.
 
     Raises:
@@ -127,43 +127,6 @@ def fork_frame(fork: Fork, reach: Reach, turns: "Rotation", tiles: Tiles) -> For
     """
     fork.slots.reserve(fork.start + reach.paths.shape[1])
     return ForkFrame(fork, reach, turns.table(fork.start + reach.depths), tiles)
-
-
-class Rotation:
-    """Rotary embedding as a table of the positions of a pass (Su et al. 2021).
-
-    Args:
-        rope: A module that `_inverse_frequencies` knows.
-    """
-
-    def __init__(self, rope: Any) -> None:
-        angles = _inverse_frequencies(rope)
-        assert angles is not None, "unsupported() looks at every layer's rope"
-        self._angles = angles
-
-    def table(self, positions: NDArray[np.int64]) -> Table:
-        """Return cosines and signed sines, [positions, 1, head size]."""
-        angles = positions[:, None] * self._angles
-        cos, sin = np.cos(angles), np.sin(angles)
-        table = np.stack([np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)])
-        both = mx.array(table.astype(np.float32))[:, :, None]
-        return both[0], both[1]
-
-
-def unsupported(net: nn.Module) -> str | None:
-    """Say why a model cannot run in constant-shape arithmetic, or None when it can."""
-    if type(net) is not llama.Model:
-        return f"constant-shape arithmetic is built for Llama layers, not {type(net).__module__}"
-    for layer in net.layers:
-        attention = layer.self_attn
-        if layer.use_sliding:
-            return "constant-shape arithmetic has no sliding window"
-        plain = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        if any(type(linear) is not nn.Linear for linear in (*plain, layer.mlp.down_proj)):
-            return "constant-shape arithmetic needs unpacked weights"
-        if _inverse_frequencies(attention.rope) is None:
-            return f"constant-shape arithmetic does not know {type(attention.rope).__name__}"
-    return None
 
 
 def products(layers: Sequence[Any], *others: mx.array) -> list[mx.array]:
@@ -179,16 +142,6 @@ def products(layers: Sequence[Any], *others: mx.array) -> list[mx.array]:
         for linear in (block.qkv, block.o_proj, block.gate_up, block.down_proj):
             found[linear.weight.shape] = linear.weight
     return list(found.values())
-
-
-def _inverse_frequencies(rope: Any) -> NDArray[np.float64] | None:
-    if type(rope) is nn.RoPE and not rope.traditional:
-        half = rope.dims // 2
-        return float(rope.scale) * float(rope.base) ** (-np.arange(half) / half)
-    wavelengths = getattr(rope, "_freqs", None)
-    if wavelengths is not None and not getattr(rope, "traditional", False):
-        return 1.0 / np.array(wavelengths.astype(mx.float32), dtype=np.float64)
-    return None
 
 
 class LockstepBlock(nn.Module):
@@ -229,7 +182,7 @@ class LockstepBlock(nn.Module):
             h.shape[0], self.n_heads + 2 * self.n_kv_heads, -1
         )
         turning = self.n_heads + self.n_kv_heads
-        turned = _rotate(heads[:, :turning], *frame.table)
+        turned = rotate(heads[:, :turning], *frame.table)
         out = frame.attend(
             layer, turned[:, : self.n_heads], turned[:, self.n_heads :], heads[:, turning:]
         )
@@ -244,9 +197,3 @@ def _fused(linears: Sequence[Any], scales: Sequence[float]) -> nn.Linear:
     if "bias" in linears[0]:
         fused.bias = mx.concatenate([linear.bias * scale for linear, scale in pairs])
     return fused
-
-
-def _rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Turn [rows, heads, size] by half-split rotary embedding."""
-    low, high = mx.split(x, 2, axis=-1)
-    return x * cos + mx.concatenate([high, low], axis=-1) * sin

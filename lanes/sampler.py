@@ -4,10 +4,13 @@ The choice at a position is argmax(filtered logits / T + gumbel(seed, position, 
 samples the filtered softmax exactly (Gumbel 1954; Maddison et al. 2014) and is the same
 whoever runs it. No pass sorts the vocabulary: candidates come from chunk maxima, and noise is
 only worked out for tokens that can still win.
+
+One rule orders tokens wherever two are equal, at the edge of a filter as between two scores: the
+higher logit comes first, then the lower token id. So top_k keeps exactly k tokens. Sums and scores
+are float64. device.py follows the same rule and leaves to this file what its float32 cannot tell.
 """
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,7 @@ from .base import Row
 
 _CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
 _CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
+_LARGEST: Final = 1e5  # a scaled logit whose exponential float32 still tells from its neighbours'
 
 NOT_FINITE: Final = "the model produced no finite logit; the row cannot go on"
 
@@ -55,8 +59,7 @@ def prepared(logits: Logits, row: Row) -> tuple[Logits, Ids | None]:
     if ids is not None and not ids.size:
         raise RowError("the grammar allows no token here")
     mine = logits if ids is None else logits[ids]
-    adjusted = adjust(mine, row.context.sampling, row.prompt_set, row.counts, ids)
-    return finite(adjusted), ids
+    return finite(row.adjuster.apply(mine, row.counts, ids)), ids
 
 
 def report(logits: Logits, token: int, sampling: Sampling) -> TokenLogprob | None:
@@ -75,40 +78,6 @@ def finite(logits: Logits) -> Logits:
     return logits
 
 
-def adjust(
-    logits: Logits,
-    sampling: Sampling,
-    prompt: frozenset[int],
-    counts: Mapping[int, int],
-    ids: Ids | None = None,
-) -> Logits:
-    """Return logits with bias and penalties; the same array when there are none.
-
-    Args:
-        ids: The tokens the logits are of, ascending; None for the whole vocabulary.
-    """
-    if not sampling.penalised and not sampling.logit_bias:
-        return logits
-    out = logits.copy()
-    if sampling.repetition_penalty != 1.0:
-        seen = np.fromiter(prompt.union(counts), np.int64)
-        seen, _ = _places(seen, seen, ids)
-        picked = out[seen]
-        factor = np.float32(sampling.repetition_penalty)
-        out[seen] = np.where(picked > 0, picked / factor, picked * factor)
-    if counts and (sampling.presence_penalty or sampling.frequency_penalty):
-        tokens = np.fromiter(counts.keys(), np.int64, len(counts))
-        times = np.fromiter(counts.values(), np.float32, len(counts))
-        tokens, times = _places(tokens, times, ids)
-        out[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if sampling.logit_bias:
-        biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
-        added = np.array([bias for _, bias in sampling.logit_bias], np.float32)
-        biased, added = _places(biased, added, ids)
-        out[biased] += added
-    return out
-
-
 def pick(logits: Logits, sampling: Sampling, key: tuple[int, int], ids: Ids | None = None) -> int:
     """Choose a token of adjusted logits with the noise named by `key`.
 
@@ -118,7 +87,7 @@ def pick(logits: Logits, sampling: Sampling, key: tuple[int, int], ids: Ids | No
     if sampling.temperature == 0:
         at = int(logits.argmax())
     elif sampling.filtered:
-        kept = filter_tokens(logits, sampling)
+        kept = filter_tokens(logits, sampling)  # in the order of the rule: the first one wins
         at = int(kept[np.argmax(_scores(logits, kept, sampling.temperature, key, ids))])
     else:
         at = _pick_unfiltered(logits, sampling.temperature, key, ids)
@@ -222,6 +191,8 @@ def _kept(logits: Logits, top: Ids, sampling: Sampling) -> Ids | None:
 
 
 def _total_weight(logits: Logits, temperature: float, peak: float) -> float:
+    if abs(peak) > _LARGEST:
+        return float(np.exp(logits.astype(np.float64) / temperature - peak).sum())
     return float(np.exp(logits / np.float32(temperature) - np.float32(peak)).sum(dtype=np.float64))
 
 
@@ -235,7 +206,10 @@ def _pick_unfiltered(
 def _pool(
     logits: Logits, temperature: float, key: tuple[int, int], ids: Ids | None, count: int
 ) -> Ids:
-    """Return tokens among which the `count` best lie: the likeliest, and those with much noise."""
+    """Return tokens among which the `count` best lie: the likeliest, and those with much noise.
+
+    They are sorted by logit, then by index.
+    """
     top = top_tokens(logits, max(_CANDIDATES, count))
     if len(top) == logits.shape[0]:
         return top
@@ -243,12 +217,15 @@ def _pool(
     good = np.argpartition(-scores, count - 1)[:count]
     # Everything else lies at or below the last candidate: to be among them it needs this much.
     needed = float(scores[good].min()) - float(logits[top[-1]]) / temperature
-    if needed > noise.GUMBEL_MAX:
-        return top[good]
+    if not needed <= noise.GUMBEL_MAX:  # no number where fewer than `count` logits are finite
+        best: Ids = top[scores >= scores[good].min()]  # those equal to the last one, too
+        return best
     every = _all_tokens(logits.shape[0]) if ids is None else ids.astype(np.uint32)
     bits = noise.token_bits(key, every)
     rivals = np.flatnonzero(bits >= np.uint32(noise.bits_at_least(needed)))
-    return np.union1d(rivals, top[good])
+    pool = np.union1d(rivals, top[scores >= scores[good].min()])
+    ordered: Ids = pool[np.lexsort((pool, -logits[pool]))]
+    return ordered
 
 
 def _scores(
@@ -257,15 +234,6 @@ def _scores(
     tokens = at if ids is None else ids[at]
     bits = noise.token_bits(key, tokens.astype(np.uint32))
     return logits[at].astype(np.float64) / temperature + noise.gumbel(bits)
-
-
-def _places(tokens: Ids, values: NDArray[Any], ids: Ids | None) -> tuple[Ids, NDArray[Any]]:
-    """Return where tokens lie among `ids`, and the values of those that do."""
-    if ids is None:
-        return tokens, values
-    at = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
-    there = ids[at] == tokens
-    return at[there], values[there]
 
 
 def _all_tokens(size: int) -> NDArray[np.uint32]:

@@ -276,7 +276,7 @@ def _foreseen(logits: Logits, row: Row, before: Sequence[int], ids: Ids | None) 
     with suppress(RowError):  # a draft may go wrong; the choice it is made for will say so
         if (allowed := row.allowed(before)) is not None:
             logits, ids = _common(logits, ids, allowed)
-    adjusted = sampler.adjust(logits, sampling, row.prompt_set, counts, ids)
+    adjusted = row.adjuster.apply(logits, counts, ids)
     return Foreseen(sampler.finite(adjusted), ids)
 
 

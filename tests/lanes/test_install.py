@@ -13,7 +13,8 @@ from tests.lanes.tiny import CARD, VOCAB, tiny_llama
 from paceline.lanes.base import Trunk
 from paceline.lanes.fork import Fork
 from paceline.lanes.install import NEEDS, Installed, Wanted, install
-from paceline.lanes.lockstep import LockstepTrunk, unsupported
+from paceline.lanes.known import unsupported
+from paceline.lanes.lockstep import LockstepTrunk
 from paceline.lanes.ragged import Layout, Pass, RowSlots
 from paceline.lanes.selfcheck import LaneChecker
 from paceline.lanes.stock import StockTrunk

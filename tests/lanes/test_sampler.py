@@ -1,5 +1,8 @@
 """Choosing tokens: the fast paths against plain definitions, and the distribution itself."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -111,7 +114,7 @@ def test_penalties_and_bias_change_logits_by_their_definition() -> None:
     for token in (2, 2, 3):
         row.commit(token)
     logits = np.array([1.0, -1.0, 2.0, 4.0, 0.0, 5.0], np.float32)
-    out = sampler.adjust(logits, asked, row.prompt_set, row.counts)
+    out = row.adjuster.apply(logits, row.counts)
     assert out.tolist() == [0.5, -2.0, 1.0 - 1.0, 2.0 - 0.75, 3.0, 5.0]
     assert logits[2] == 2.0, "the model's own logits are not touched"
 
@@ -139,3 +142,80 @@ def test_logits_that_are_not_finite_fail_the_row() -> None:
     for value in (np.nan, -np.inf):
         with pytest.raises(RowError):
             sampler.choose(np.full(8, value, np.float32), _row(Sampling()))
+
+
+_SPARSE = ((4, 3.0), (60, -2.5), (399, 0.25))
+_ADJUSTED = [
+    Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.8, logit_bias=_SPARSE),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.25),
+    Sampling(logit_bias=tuple((token, token / 7 - 20) for token in range(399, -1, -1))),
+]
+
+
+def _adjusted_plainly(
+    logits: NDArray[np.float32], s: Sampling, prompt: tuple[int, ...], counts: dict[int, int]
+) -> NDArray[np.float32]:
+    """Go through the vocabulary token by token."""
+    out = logits.copy()
+    bias = dict(s.logit_bias)
+    for token in range(len(out)):
+        if token in prompt or token in counts:
+            factor = np.float32(s.repetition_penalty)
+            out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+        if token in counts:
+            times = np.float32(counts[token])
+            out[token] -= np.float32(s.presence_penalty + s.frequency_penalty * times)
+        out[token] += np.float32(bias.get(token, 0.0))
+    return out
+
+
+@pytest.mark.parametrize("asked", _ADJUSTED)
+@pytest.mark.parametrize("some", [False, True])
+def test_what_is_made_once_adjusts_every_position_alike(asked: Sampling, some: bool) -> None:
+    """Position after position, the arrays that are kept give the bits of a plain loop."""
+    prompt = tuple(map(int, _RNG.integers(0, 200, 50)))
+    row = _row(asked, prompt=prompt)
+    for token in (7, 7, 399, int(prompt[0]), 250):
+        logits = _logits(400, 3.0, token)
+        ids = np.sort(_RNG.permutation(400)[:90]).astype(np.int64) if some else None
+        expected = _adjusted_plainly(logits, asked, prompt, row.counts)
+        mine = logits if ids is None else logits[ids]
+        found = row.adjuster.apply(mine, row.counts, ids)
+        assert np.array_equal(found, expected if ids is None else expected[ids])
+        row.commit(token)
+
+
+def test_bias_and_prompt_are_read_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full bias and a long prompt are not gone through again at the next position."""
+    made = []
+    plain = np.fromiter
+
+    def fromiter(values: Iterable[float], *rest: Any) -> Any:
+        array = plain(values, *rest)
+        made.append(len(array))
+        return array
+
+    monkeypatch.setattr(np, "fromiter", fromiter)
+    asked = Sampling(
+        repetition_penalty=1.1, logit_bias=tuple((token, 0.5) for token in range(1000))
+    )
+    row = _row(asked, prompt=tuple(range(900)))
+    for token in (3, 4):
+        sampler.choose(_logits(1000, 1.0, token), row)
+        row.commit(token)
+    del made[:]
+    sampler.choose(_logits(1000, 1.0, 9), row)
+    assert max(made) <= len(row.counts)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from([40, 5000]))
+@settings(max_examples=60, deadline=None)
+def test_equal_logits_keep_exactly_k_and_the_lowest_ids(seed: int, k: int, size: int) -> None:
+    """Ties at the edge of top_k fall by token id, and equal scores by logit, then by id."""
+    logits = np.round(_logits(size, 1.0, seed))
+    kept = sampler.filter_tokens(logits, Sampling(top_k=k))
+    assert kept.tolist() == np.lexsort((np.arange(size), -logits))[:k].tolist()
+    # So cold that float64 loses the noise beside the logits: every best token has one score.
+    cold = sampler.pick(logits, Sampling(temperature=1e-20), noise.stream_key(seed, 1))
+    assert cold == int(logits.argmax())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.lanes import sampler, verify
 from paceline.lanes.base import Row
 from paceline.lanes.choosing import HostChooser, Span
-from paceline.lanes.sampler import adjust
+from paceline.lanes.penalties import Adjuster
 from paceline.lanes.verify import ACCEPTANCE, Coupled, Draft, Rejection, follow, spread
 from paceline.runtime import noise
 from paceline.runtime.context import RowContext, Sampling
@@ -59,7 +59,7 @@ def _exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
     for tokens in product(range(SIZE), repeat=LENGTH):
         chance, counts, last = 1.0, Counter[int](), 1
         for token in tokens:
-            logits = adjust(MODEL[last], sampling, frozenset({1}), counts)
+            logits = Adjuster(sampling, (1,)).apply(MODEL[last], counts)
             found = spread(logits, sampling, None)
             chance *= dict(zip(found.tokens.tolist(), found.shares.tolist(), strict=True)).get(
                 token, 0.0

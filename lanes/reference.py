@@ -1,0 +1,174 @@
+"""What mlx-lm's own layers compute, taken before anything is replaced, and the comparison with it.
+
+B1 of a trunk cannot vouch for it, since B1 is rebuilt too. So the model is called as mlx-lm calls
+it, with caches of its own: a prompt in two pieces, then token by token. Later a trunk reads the
+same prompts in its own tiles, and steps over one and over several positions.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from numpy.typing import NDArray
+
+from ..runtime.errors import ModelError
+from .base import Check, Trunk
+from .frames import FrameCache
+from .lockstep import LockstepBlock, prefill_frame, step_frame
+from .ragged import Layout, RowSlots
+from .rotation import Rotation
+from .sampler import Logits
+from .tiles import Tiles
+
+NAME: Final = "against mlx-lm"
+
+_PROMPTS: Final = (37, 5)
+_STEPS: Final = (2, 1)  # positions of the steps behind a prompt
+_PROBED: Final = 24  # positions a single layer is tried on
+_LAYER_BOUND: Final = 1e-4  # of the root mean square of what a layer adds; seen: 2e-6
+
+# Largest difference that is rounding in rebuilt layers: so many standard deviations of the logits,
+# or so many times what mlx-lm's own logits move by when it reads the prompt in other pieces. Seen:
+# 1e-5 deviations, and up to 15 times in models whose attention is so sharp that rounding grows.
+_REBUILT_BOUND: Final = 5e-4
+_TIMES_OWN: Final = 100
+_TIMES_OWN_STOCK: Final = 4  # mlx-lm's own layers, whose bound is the type's
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """What mlx-lm gives for one prompt and the tokens behind it.
+
+    Args:
+        tokens: The tokens behind the prompt.
+        logits: Of the prompt's last position and of every token, [1 + tokens, vocabulary].
+        moved: The largest difference of a logit when mlx-lm reads all of it in other pieces.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: Logits
+    moved: float
+
+
+def own_logits(net: nn.Module, vocab_size: int) -> list[Reference]:
+    """Run a model as mlx-lm does; to be called before any layer of it is replaced.
+
+    Raises:
+        ModelError: When mlx-lm cannot run it.
+    """
+    rng = np.random.default_rng(12)
+    found = []
+    for length in _PROMPTS:
+        every = tuple(map(int, rng.integers(0, vocab_size, length + sum(_STEPS))))
+        middle = length * 2 // 3
+        pieces = [every[:middle], every[middle:length], *([token] for token in every[length:])]
+        try:
+            logits = _own(net, pieces)[length - 1 :]
+            moved = float(np.abs(_own(net, [every])[length - 1 :] - logits).max())
+        except Exception as error:  # whatever a family's code raises, this model cannot be served
+            raise ModelError(
+                f"mlx-lm cannot run this model: {type(error).__name__}: {error}"
+            ) from None
+        found.append(Reference(every[:length], every[length:], logits, moved))
+    return found
+
+
+def _own(model: Any, pieces: Sequence[Sequence[int]]) -> Logits:
+    """Return the logits of every position of a sequence that is read piece by piece."""
+    caches = make_prompt_cache(model)
+    rows = []
+    for piece in pieces:
+        logits = model(mx.array([list(piece)]), cache=caches)[0].astype(mx.float32)
+        mx.eval(logits)
+        rows.append(np.array(logits))
+    return np.concatenate(rows)
+
+
+def compare(
+    trunk: Trunk, references: Sequence[Reference], bound: float, *, rewinds: bool = True
+) -> Check:
+    """Compare a trunk with what mlx-lm gave.
+
+    Args:
+        rewinds: Whether the trunk can step over several positions, of which some may go again.
+        bound: The largest difference of a logit that the type explains. Rebuilt layers, which
+            compute in float32, are held to a tighter one.
+    """
+    if not all(np.isfinite(reference.logits).all() for reference in references):
+        return Check(NAME, False, "mlx-lm's own logits are not finite; the weights are damaged")
+    moved = max(reference.moved for reference in references)
+    if trunk.arithmetic == "constant-shape":
+        spread = float(np.std([reference.logits for reference in references]))
+        bound = max(_REBUILT_BOUND * max(1.0, spread), _TIMES_OWN * moved)
+    else:
+        bound = max(bound, _TIMES_OWN_STOCK * moved)
+    differences = [
+        float(np.abs(_seen(trunk, reference, rewinds) - reference.logits).max())
+        for reference in references
+    ]
+    apart = float(np.max(differences))  # not a number where any is
+    found = f"largest logit difference {apart:.3g} of {bound:.3g} allowed"
+    return Check(NAME, apart <= bound, found)
+
+
+def _seen(trunk: Trunk, reference: Reference, rewinds: bool) -> Logits:
+    """Run a lone row over a reference's tokens on a trunk."""
+    slots, prompt, at = trunk.new_row(), reference.prompt, 0
+    rows = []
+    while at < len(prompt):
+        piece = prompt[at : at + trunk.prefill_tile]
+        at += len(piece)
+        passed = trunk.prefill(slots, piece, want="last" if at == len(prompt) else "none")
+        passed.settle()
+        if at == len(prompt):
+            rows.append(passed.host()[-1:].copy())
+    at = 0
+    for count in _STEPS if rewinds else [1] * sum(_STEPS):
+        tokens = mx.array(reference.tokens[at : at + count])
+        rows.append(trunk.step(slots, Layout([count]), tokens).host().copy())
+        slots.advance(0, count)
+        at += count
+    return np.concatenate(rows)
+
+
+def why_layer_differs(layer: Any, tiles: Tiles) -> str | None:
+    """Rebuild one layer beside mlx-lm's and compare what both add to random hidden states.
+
+    Args:
+        layer: A layer of mlx-lm's, which is left as it is.
+
+    Returns:
+        None when they agree within rounding.
+    """
+    size = layer.input_layernorm.weight.shape[0]
+    states = np.random.default_rng(9).standard_normal((_PROBED, size), dtype=np.float32)
+    x, middle = mx.array(states), _PROBED - 2
+    cache = KVCache()
+    theirs = [
+        np.array(layer(x[None, :middle], "causal", cache)[0]),
+        np.array(layer(x[None, middle:], "causal", cache)[0]),
+    ]
+    ours = _rebuilt(layer, x, middle, tiles)
+    added = np.concatenate(theirs) - states
+    apart = _root_mean_square(ours - states - added) / _root_mean_square(added)
+    if apart <= _LAYER_BOUND:
+        return None
+    return f"a rebuilt layer differs from mlx-lm's by {apart:.3g} of what it adds"
+
+
+def _rebuilt(layer: Any, x: mx.array, middle: int, tiles: Tiles) -> NDArray[np.float32]:
+    turns, block, slots = Rotation(layer.self_attn.rope), LockstepBlock(layer), RowSlots(1, 1)
+    read = prefill_frame(slots, 0, 0, middle, turns)
+    first = np.array(block(x[:middle, None], None, FrameCache(read, 0))[:, 0])
+    layout = Layout([x.shape[0] - middle])
+    step = step_frame(slots, [middle], layout, turns, tiles)
+    second = np.array(block(x[middle:, None], None, FrameCache(step, 0))[:, 0])
+    return np.concatenate([first, second])
+
+
+def _root_mean_square(x: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
