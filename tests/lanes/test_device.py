@@ -97,7 +97,7 @@ _SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.0, 1.0, 3.0]),
@@ -139,7 +139,7 @@ class _Logits:
         return self._host
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.lists(_SAMPLINGS, min_size=1, max_size=3), st.integers(0, 2))
 def test_a_row_commits_the_same_wherever_it_is_chosen(
     seed: int, asked: list[Sampling], depth: int
