@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from ..runtime import noise
 from ..runtime.context import RowContext, Sampling
-from ..runtime.errors import RowError
 from ..runtime.exits import Ids
 from . import sampler
 from .base import Row, RowDelta

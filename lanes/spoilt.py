@@ -28,7 +28,9 @@ def leave_spoilt(lane: Lane, rows: Sequence[Row]) -> list[Row]:
 def chosen_alike(logits: NDArray[np.float32]) -> bool:
     """Whether the device chooses a row's token beside no numbers as it does beside numbers."""
     picks = [
-        pick_keyed(mx.array(np.stack([other, logits])), (_SAMPLING,) * 2, _KEYS, None)[1].item()
+        pick_keyed(mx.array(np.stack([other, logits])), (_SAMPLING,) * 2, _KEYS, None)
+        .tokens[1]
+        .item()
         for other in (np.zeros_like(logits), np.full_like(logits, np.nan))
     ]
     return picks[0] == picks[1]
