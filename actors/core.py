@@ -387,7 +387,7 @@ class Core:
     ) -> None:
         """Book one row's gain, and end the row if it is over."""
         if delta.error is not None:
-            self._messages.append(Failed(entry.lease, "row_failed", delta.error))
+            self._messages.append(Failed(entry.lease, delta.code, delta.error))
             self._drop(entry.key, "failed", now)
             return
         kept, finish = _cut(entry, delta.tokens)

@@ -23,6 +23,9 @@ from .schemas import (
 
 _GUIDES: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
+_MOST_REFS: Final = 8  # followed to tell what the root of a tool's schema is
+_MOST_BRANCHES: Final = 8  # looked at for the same
+
 
 class Form(msgspec.Struct, frozen=True):
     """What a chat request asks of its answer's form.
@@ -47,6 +50,8 @@ def chat_form(body: ChatRequest, dialect: Dialect) -> Form:
         CallerError: When tools and formats contradict each other, or cannot be enforced.
     """
     asked = _format(body) or guided(body)
+    for at, tool in enumerate(body.tools or []):
+        _check_root(tool, f"tools[{at}].function.parameters")
     tools, must = _callable(body)
     if asked is not None and body.ignore_eos:
         raise CallerError(f"{asked.param} cannot be kept with ignore_eos", param="ignore_eos")
@@ -131,6 +136,47 @@ def _callable(body: ChatRequest) -> tuple[list[Tool], bool]:
                 param="tool_choice",
             )
     return [tool for tool in tools if names is None or tool.function.name in names], must
+
+
+def _check_root(tool: Tool, param: str) -> None:
+    """See that a tool takes an object.
+
+    Raises:
+        CallerError: When its schema describes no object, or is nested too deeply to say.
+    """
+    schema = tool.function.parameters
+    if schema and not _may_be_object(sources.bounded(schema, param), schema, _MOST_REFS):
+        raise CallerError(
+            f"{param}: the arguments of {tool.function.name!r} must be an object "
+            '(its schema needs "type": "object")',
+            param=param,
+        )
+
+
+def _may_be_object(schema: Any, root: dict[str, Any], refs: int) -> bool:
+    """Say whether a schema may describe an object; what cannot be told may."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        return False
+    if "const" in schema and not isinstance(schema["const"], dict):
+        return False
+    if isinstance(values := schema.get("enum"), list):
+        return any(isinstance(value, dict) for value in values)
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#/") and refs:
+        found: Any = root
+        for name in ref[2:].split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name, True) if isinstance(found, dict) else True
+        if not _may_be_object(found, root, refs - 1):
+            return False
+    choices = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+    return not refs or all(
+        any(_may_be_object(each, root, refs - 1) for each in branches[:_MOST_BRANCHES])
+        for branches in choices
+    )
 
 
 def _strictness(tools: Sequence[Tool], shown: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ _BROKEN_STATUS: Final = {
     "server_shutdown": 503,
     "deadline": 504,
     "row_failed": 500,
+    "form_failed": 400,
     "internal_error": 500,
     "client_stall": 499,
     "client_disconnect": 499,
@@ -223,8 +224,15 @@ def explained(error: msgspec.ValidationError, where: str = "") -> CallerError:
 
 def renamed(error: CallerError, names: Mapping[str, str]) -> CallerError:
     """Return an error about a field under the name it has in the caller's own body."""
-    own = names.get(error.param or "")
-    if own is not None and error.param is not None:
-        error.message = error.message.replace(error.param, own)
-        error.param = own
+    if error.param is None:
+        return error
+    own = error.param
+    for name, theirs in names.items():
+        # `tools[].function.parameters` stands for any place in the list.
+        pattern = re.escape(name).replace(re.escape("[]"), r"\[(\d+)\]")
+        if found := re.fullmatch(pattern, own):
+            own = theirs.replace("[]", f"[{found[1]}]") if found.groups() else theirs
+            break
+    error.message = error.message.replace(error.param, own)
+    error.param = own
     return error

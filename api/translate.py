@@ -25,7 +25,6 @@ from .schemas import ChatRequest, CompletionRequest, SamplingFields
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
-_INLINE_GRAMMAR: Final = 1_024  # characters that compile within a few milliseconds
 _AS_IT_IS: Final = Manner(behind=True)
 # What rendering a prompt sets itself.
 _OWN_OPTIONS: Final = frozenset(
@@ -144,7 +143,7 @@ async def chat_prompt(
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    form = chat_form(body, text.dialect)
+    form = await trio.to_thread.run_sync(chat_form, body, text.dialect)
     options = _template_options(body, text.dialect)
     setting = Setting(form.tools, options, form.lead, go_on, where, most)
     return form, await encode_chat(text, body.messages, setting)
@@ -168,7 +167,7 @@ async def completion_order(
         raise CallerError("best_of must be at least n", param="best_of")
     if best_of is not None and body.stream:
         raise CallerError("the best of several cannot be streamed", param="best_of")
-    source = guided(body)
+    source = await trio.to_thread.run_sync(guided, body)
     if source is not None and body.ignore_eos:
         raise CallerError(f"{source.param} cannot be kept with ignore_eos", param="ignore_eos")
     prompts = await _encode_prompts(text, _prompt_items(body), served)
@@ -336,12 +335,10 @@ def _template_options(body: ChatRequest, dialect: Dialect) -> dict[str, Any]:
 async def _compiled(
     text: Text, source: Source | None, thinking: Thinking | None = None
 ) -> Grammar | None:
-    """Compile a grammar, a large one off the event loop: it takes a while."""
+    """Compile a grammar off the event loop, and see that it lets a first token through."""
     if source is None:
         return None
-    if len(source.text) <= _INLINE_GRAMMAR:
-        return text.grammars.compile(source, thinking)
-    return await trio.to_thread.run_sync(text.grammars.compile, source, thinking)
+    return await trio.to_thread.run_sync(lambda: text.grammars.compile(source, thinking))
 
 
 def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:

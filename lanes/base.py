@@ -102,6 +102,7 @@ class RowDelta(msgspec.Struct, frozen=True):
         cached: Prompt tokens that were taken from the prefix bank and not computed.
         draft_failed: Whether drafting failed for the row, which then stepped with fewer drafts.
         error: Why the row cannot go on; its neighbours are not concerned.
+        code: What kind of error that is.
     """
 
     key: str
@@ -114,6 +115,7 @@ class RowDelta(msgspec.Struct, frozen=True):
     cached: int = 0
     draft_failed: bool = False
     error: str | None = None
+    code: str = "row_failed"
 
 
 class SeatHolder(Protocol):
@@ -208,7 +210,16 @@ class Row:
         """
         if self.form is None:
             return None
-        return self.form.allowed(ahead, self.left - len(ahead))
+        return self.form.allowed(ahead)
+
+    def fits(self, token: int) -> bool:
+        """Say whether the row may choose a token that is allowed; see `Follower.fits`."""
+        return self.form is None or self.form.fits(token, self.left)
+
+    @property
+    def near_end(self) -> bool:
+        """Whether the row's form may refuse what it chooses next."""
+        return self.form is not None and self.form.near_end(self.left)
 
     def commit(self, token: int) -> None:
         """Append a chosen token.
@@ -217,7 +228,7 @@ class Row:
             RowError: When its grammar has become too costly to follow.
         """
         if self.form is not None:
-            self.form.take(token)
+            self.form.take(token, self.left)
         self.generated.append(token)
         self.counts[token] = self.counts.get(token, 0) + 1
 

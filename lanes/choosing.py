@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..runtime.errors import FormError
 from ..runtime.exits import Ids
 from .base import Row, RowDelta
 from .ragged import Pass
@@ -139,6 +140,8 @@ ON_HOST: Final = HostChooser(Coupled())
 
 def choosing_failed(row: Row, error: Exception) -> RowDelta:
     """Return the end of a row whose next token could not be chosen."""
+    if isinstance(error, FormError):
+        return RowDelta(row.key, error=str(error), code="form_failed")
     return RowDelta(row.key, error=f"choosing a token failed: {error}")
 
 

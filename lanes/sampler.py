@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..runtime import noise
 from ..runtime.context import Sampling, TokenLogprob
-from ..runtime.errors import RowError
+from ..runtime.errors import FormError, RowError
 from ..runtime.exits import Ids
 from .base import Row
 
@@ -43,9 +43,12 @@ def choose(logits: Logits, row: Row) -> tuple[int, TokenLogprob | None]:
         RowError: When the logits are not finite where it matters.
     """
     context = row.context
-    mine, ids = prepared(logits, row)
     key = noise.stream_key(context.seed, row.position)
-    token = pick(mine, context.sampling, key, ids)
+    while True:  # what a form refuses near the budget's end is not allowed any more
+        mine, ids = prepared(logits, row)
+        token = pick(mine, context.sampling, key, ids)
+        if row.fits(token):
+            break
     return token, report(logits, token, context.sampling)
 
 
@@ -57,7 +60,7 @@ def prepared(logits: Logits, row: Row) -> tuple[Logits, Ids | None]:
     """
     ids = row.allowed()
     if ids is not None and not ids.size:
-        raise RowError("the grammar allows no token here")
+        raise FormError("no token is allowed here by the answer's form")
     mine = logits if ids is None else logits[ids]
     return finite(row.adjuster.apply(mine, row.counts, ids)), ids
 

@@ -152,6 +152,8 @@ class Rejection:
 
     def _decide(self, logits: Logits, row: Row, draft: Draft) -> int:
         """Return the draft, or the token that takes its place."""
+        if row.near_end:  # what a form refuses is known only once it is chosen
+            return sampler.choose(logits, row)[0]
         context = row.context
         mine, ids = sampler.prepared(logits, row)
         target = spread(mine, context.sampling, ids)

@@ -163,7 +163,11 @@ def forced_call(tools: Sequence[Mapping[str, Any]], param: str) -> Source:
     Tools that are not strict lose the keywords of their schemas that nothing can enforce.
     """
     rules = "start: " + " | ".join(_names(tools))
-    return Source(lark(_calls(rules, tools, "", "")), param)
+    parts = tuple(
+        Source(lark(_calls("start: call_0", [tool], "", "")), f"{param}[{at}].function.parameters")
+        for at, tool in enumerate(tools)
+    )
+    return Source(lark(_calls(rules, tools, "", "")), param, parts)
 
 
 def strict_calls(dialect: Dialect, tools: Sequence[Mapping[str, Any]], param: str) -> Source | None:
@@ -209,7 +213,8 @@ def _calls(start: str, tools: Sequence[Mapping[str, Any]], lead: str, close: str
     lines = ["%llguidance {}", start]
     for at, tool in enumerate(tools):
         function = tool["function"]
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        # Whatever else it may be, what a function takes is an object.
+        schema = {**(function.get("parameters") or {}), "type": "object"}
         opening = json.dumps(f'{lead}{{"name": {json.dumps(function["name"])}, "arguments": ')
         value = embedded(schema, lenient=not function.get("strict"))
         lines += [f"call_{at}: {opening} args_{at} {json.dumps('}' + close)}"]

@@ -6,6 +6,7 @@ PacelineError
 |   +-- UnknownThing    what the request names does not exist here
 +-- BusyError           nothing is wrong, but there is no room now; try again later
 +-- RowError            one row cannot go on; its neighbours can
+|   +-- FormError       the form its answer must have cannot be followed any further
 +-- SettingsError       a setting is unknown, malformed or at odds with another
 +-- ModelError          the model cannot be had or cannot do what is asked of it
 |   +-- HeadRefused     the model's MTP head cannot be used
@@ -72,6 +73,10 @@ class BusyError(PacelineError):
 
 class RowError(PacelineError):
     """One row failed in its own work; raised inside a lane and kept from its neighbours."""
+
+
+class FormError(RowError):
+    """The form that a caller asked for led a row to where it can go no further."""
 
 
 class SettingsError(PacelineError):

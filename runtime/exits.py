@@ -1,75 +1,245 @@
-"""Ways out of a grammar: what to say so that an answer may end soon.
+"""Ways out of a grammar: what to say so that an answer may end within so many tokens.
 
-Not the shortest ways, but ones that do not wander. Structure is closed first; where it cannot be,
-what was used least is tried, so that a pattern gets all its characters in turn.
+Not the very shortest ways, but short ones: structure is closed first, and where a text must go
+on it goes on in long words. What was used often is passed over, so that a pattern gets all its
+characters in turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-_LONGEST_WAY: Final = 512  # a way out that is longer is not looked for
-# The ways out of JSON, best first: outside of a string, and inside of one, where words may come.
-_OUTSIDE: Final = ("}", "]", "0", "1", "null", "true", "false", '"', "[", "{", ",", ":")
-_INSIDE: Final = ('"',)
-_WORD: Final = "qZ#"
+# The ways out of JSON outside of a string, best first, behind tokens that only close.
+_OUTSIDE: Final = ("0", "1", "null", "true", "false", '""', "[]", "{}", '"', "[", "{", ",", ":")
+_WORDS: Final = "qZ#"  # where one of them may come, a text goes on
+_LAST: Final = 1 << 20
+_SHORTER: Final = 256  # tokens of a way that goes by turns
+_LOOKED_AT: Final = 128  # tokens that are looked at before all others
+_SUFFIXES: Final = 3  # tokens of a known way that a token may stand for
 
 
 def next_tokens(matcher: LLMatcher) -> Ids:
     """Return the tokens that a matcher allows next, ascending."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little").view(np.bool_))
 
 
 class Exits:
-    """Finds ways out of any grammar over one tokenizer."""
+    """Finds ways out of any grammar over one tokenizer.
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        spelled = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        other = np.array([100 if len(text) == 1 else 1000 + len(text) for text in spelled])
-        ids = {text: token for token, text in enumerate(spelled)}
-        self._outside = _ranked(other, ids, _OUTSIDE)
-        self._inside = _ranked(other, ids, _INSIDE)
-        # Numbers and words wear out: a pattern may ask for others than the best.
-        structure = (text.encode() for text in _OUTSIDE if not text.isalnum())
-        self._lasting = {ids[text] for text in structure if text in ids}
-        self._words = [ids[c.encode()] for c in _WORD if c.encode() in ids]
+    Args:
+        tokens: The bytes of every token.
+        barred: Tokens that no way uses: those that stand for no text.
+        end_id: A token that ends an answer.
+    """
 
-    def way_out(self, matcher: LLMatcher) -> list[int] | None:
+    def __init__(self, tokens: Sequence[bytes], barred: Iterable[int], end_id: int) -> None:
+        self._end = end_id
+        self._tokens = tokens
+        self._ids = {text: token for token, text in reversed(list(enumerate(tokens)))}
+        self._size = size = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        self._kind = kind = np.fromiter(map(_kind, tokens), np.int64, len(tokens))
+        # A text goes on in the longest words, or else in single signs that may be asked for.
+        plain = np.where(kind < 2, 64 - np.minimum(size, 24), 400 + kind * 100)
+        single = np.where(size == 1, 100 + np.where(kind == 0, 50, 0), 600 + size)
+        inside, outside = plain.copy(), single.copy()
+        for token, text in enumerate(tokens):
+            if text and not text.strip(b'"]}'):
+                if text[:1] == b'"':
+                    inside[token] = 20 - min(len(text), 12)
+                if b'"' not in text:
+                    outside[token] = 20 - min(len(text), 12)
+        for at, sign in enumerate(_OUTSIDE):
+            if (known := self._ids.get(sign.encode())) is not None:
+                outside[known] = 21 + at
+        out = sorted(barred)
+        self._plain, self._single = _Ranks(plain, out, 4), _Ranks(single, out, 1000)
+        self._inside, self._outside = _Ranks(inside, out, 4), _Ranks(outside, out, 1000)
+        self._lasting = {i for i, text in enumerate(tokens) if text and not text.strip(b'"]},:')}
+        self._words = [self._ids[c.encode()] for c in _WORDS if c.encode() in self._ids]
+
+    def way_out(self, matcher: LLMatcher, most: int, *, json: bool) -> list[int] | None:
         """Return tokens after which a matcher accepts; None when none were found.
 
         Args:
-            matcher: Advanced on the way, so a copy that is not needed any more.
+            matcher: Not changed.
+            most: The most tokens that a way may have.
+            json: Whether what must come is JSON.
         """
-        way: list[int] = []
-        used = np.zeros(len(self._inside), np.int64)
-        while not matcher.is_accepting() and len(way) < _LONGEST_WAY:
-            step = matcher.compute_ff_tokens() or self._next(matcher, used)
-            if not step or not matcher.consume_tokens(step):
+        found: list[int] | None = None
+        for turns in ((1, 0), (1, 2)):
+            limit = min(most, _SHORTER) if found is None and turns[1] else most
+            limit = limit if found is None else len(found) - 1
+            found = self._search(matcher.deep_copy(), limit, json, turns) or found
+            if found is not None and len(found) < limit // 2:
                 break
-            way += step
-        return way if matcher.is_accepting() else None
+        return found
 
-    def _next(self, matcher: LLMatcher, used: NDArray[np.int64]) -> list[int]:
-        allowed = next_tokens(matcher)
-        if not allowed.size:
+    def _search(
+        self, matcher: LLMatcher, most: int, json: bool, turns: tuple[int, int]
+    ) -> list[int] | None:
+        """Search in one manner: only the longest words, or those and single signs by turns."""
+        way: list[int] = []
+        used = np.zeros(len(self._tokens), np.int64)
+        while not matcher.is_accepting():
+            single = turns[1] and len(way) % turns[1] == 1
+            step = matcher.compute_ff_tokens() or self.next_step(
+                matcher, used, json=json, single=bool(single)
+            )
+            if not step or len(way) + len(step) > most or not matcher.consume_tokens(step):
+                return None
+            way += step
+        return way
+
+    def next_step(
+        self, matcher: LLMatcher, used: NDArray[np.int64], *, json: bool, single: bool
+    ) -> list[int]:
+        """Return the one token that leads on, none where nothing does."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if json:
+            inside = not single and any(bits[word >> 3] >> (word & 7) & 1 for word in self._words)
+            ranks = self._inside if inside else self._outside
+        else:
+            ranks = self._single if single else self._plain
+        token = ranks.best(bits, used)
+        if token is None:
             return []
-        words = np.isin(self._words, allowed).any()
-        ranks = self._inside if words else self._outside
-        token = int(allowed[np.argmin(ranks[allowed] + used[allowed])])
-        used[token] += 0 if token in self._lasting else 1000
+        used[token] += 0 if json and token in self._lasting else ranks.wear
         return [token]
 
+    def alike(self, token: int) -> NDArray[np.bool_]:
+        """Return which tokens lead no further than one that leads not far enough."""
+        kind = self._kind[token]
+        if kind > 3:
+            return np.asarray((self._kind == kind) & (self._size <= self._size[token]))
+        if kind > 2:
+            return np.asarray(np.arange(self._kind.size) == token)
+        return np.asarray((self._kind <= 2) & (self._size <= self._size[token]))
 
-def _ranked(other: Ids, ids: Mapping[bytes, int], first: Sequence[str]) -> Ids:
-    """Return ranks in which some texts come first."""
-    ranks = other.copy()
-    for at, text in enumerate(first):
-        if (token := ids.get(text.encode())) is not None:
-            ranks[token] = at
-    return ranks
+    def behind(
+        self,
+        matcher: LLMatcher,
+        token: int,
+        way: Sequence[int],
+        most: int,
+        steps: int,
+        *,
+        json: bool,
+    ) -> list[int] | None:
+        """Return a way out behind a token, given the one before it; None when none is at hand.
+
+        Args:
+            matcher: Before the token; not changed.
+            most: The most tokens that the way may have.
+            steps: The most tokens to search for a place where the known way goes on.
+        """
+        if way and token == way[0]:
+            return list(way[1:]) if len(way) - 1 <= most else None
+        for rest in self._rests(token, way):
+            if len(rest) <= most and self._ends(matcher, [token, *rest]):
+                return rest
+        steps = min(steps, most)
+        if steps <= 0:
+            return None
+        ahead = matcher.deep_copy()
+        if not ahead.consume_token(token):
+            return None
+        bridge: list[int] = []
+        used = np.zeros(len(self._tokens), np.int64)
+        while len(bridge) < steps:
+            step = ahead.compute_ff_tokens() or self.next_step(ahead, used, json=json, single=False)
+            if not step or not ahead.consume_tokens(step):
+                return None
+            bridge += step
+            for skipped in (2, 1, 0):
+                rest = list(way[skipped:])
+                if len(bridge) + len(rest) <= most and self._ends(ahead, rest):
+                    return bridge + rest
+            if ahead.is_accepting():
+                return bridge if len(bridge) <= most else None
+        return None
+
+    def begins(self, way: Sequence[int], allowed: Ids) -> int | None:
+        """Return an allowed token that a way may be spelled with at first; None for none."""
+        spelled = b"".join(self._tokens[token] for token in way[:8])
+        starts = [way[0]] if way else []
+        starts += [self._ids.get(spelled[:size], -1) for size in range(len(spelled), 0, -1)]
+        return next((start for start in starts if start in allowed), None)
+
+    def _rests(self, token: int, way: Sequence[int]) -> Iterable[list[int]]:
+        """Give what may be left of a way behind a token, the shortest first."""
+        for skipped in range(min(_SUFFIXES, len(way)), -1, -1):
+            yield list(way[skipped:])
+        said, spelled = self._tokens[token], b""
+        for at, covered in enumerate(way[:8]):
+            spelled += self._tokens[covered]
+            if not said.startswith(spelled[: len(said)]):
+                return
+            if len(spelled) >= len(said):
+                yield [*self._spell(spelled[len(said) :]), *way[at + 1 :]]
+                return
+
+    def _spell(self, text: bytes) -> list[int]:
+        """Return tokens that spell some bytes, the longest first."""
+        out: list[int] = []
+        while text:
+            size = next((n for n in range(len(text), 0, -1) if text[:n] in self._ids), 0)
+            if not size:
+                return []
+            out.append(self._ids[text[:size]])
+            text = text[size:]
+        return out
+
+    def _ends(self, matcher: LLMatcher, tokens: list[int]) -> bool:
+        """Say whether an answer may end behind some tokens; the matcher is not changed."""
+        return matcher.validate_tokens([*tokens, self._end]) == len(tokens) + 1
+
+
+class _Ranks:
+    """Tokens in an order of preference.
+
+    Args:
+        ranks: Of every token, the best is the lowest.
+        barred: Tokens that are never taken.
+        wear: What a token loses with each use.
+    """
+
+    def __init__(self, ranks: Ids, barred: Sequence[int], wear: int) -> None:
+        ranks[barred] = _LAST
+        self.wear = wear
+        self._ranks = ranks
+        self._best = np.argsort(ranks, kind="stable")[:_LOOKED_AT]
+        self._others = int(ranks[self._best[-1]])  # no better are those behind the best
+
+    def best(self, bits: NDArray[np.uint8], used: Ids) -> int | None:
+        """Return the best allowed token; None for none.
+
+        Args:
+            bits: One a token, in the order of llguidance's masks.
+            used: What each token has lost.
+        """
+        few = self._best[(bits[self._best >> 3] >> (self._best & 7).astype(np.uint8)) & 1 > 0]
+        if few.size:
+            costs = self._ranks[few] + used[few]
+            if costs.min() < self._others:
+                return int(few[costs.argmin()])
+        allowed = np.unpackbits(bits, bitorder="little")[: self._ranks.size]
+        every = np.where(allowed, self._ranks + used, _LAST)
+        token = int(every.argmin())
+        return token if every[token] < _LAST else None
+
+
+def _kind(text: bytes) -> int:
+    """Sort a token: 0 a word, 1 one behind a blank, 2 other signs, 3 what JSON knows, 4 blanks."""
+    if not text.strip():
+        return 4
+    if any(byte < 32 or byte in b'"\\[]{},:' for byte in text):
+        return 3
+    if text.isalnum():
+        return 0
+    return 1 if text[:1] == b" " and text[1:].isalnum() else 2

@@ -7,24 +7,33 @@ grammar's errors are the caller's; a matcher's are those of the row that owns it
 from __future__ import annotations
 
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Final
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
-from .errors import CallerError, RowError
+from .errors import CallerError, FormError
 from .exits import Exits, Ids, next_tokens
+from .lead import Lead
 from .sources import Source, one_line
+from .spelling import Spelling
 
-# An answer is brought to its end this many tokens before its budget would cut it.
-_MARGIN: Final = 16
 _HORIZON: Final = 128  # tokens before its budget from which on an answer's way out is looked for
+_FAR: Final = 64  # the same where no way out was found from the very beginning
+_LONGEST_WAY: Final = 1024  # tokens; a way out that is longer is not looked for
 _KEPT: Final = 64  # grammars that stay compiled
+_KEPT_SIZE: Final = 1 << 20  # characters of all of them
 _NOTHING: Final[Ids] = np.empty(0, np.int64)
 _UNKNOWN_KEYS: Final = re.compile(r"Unimplemented keys: \[(?P<keys>.*)\]")
+# What one mask may cost: about 15 ms of the lexer's work, and 100 MB of its states.
+_LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# The engine recurses over what a grammar nests, so it is compiled where there is room.
+_STACK: Final = 256 << 20  # bytes of address space; what is not used is not taken
+_AT_ONCE: Final = 2  # grammars compiled at a time
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -40,38 +49,124 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """Compiles grammars for one tokenizer; any thread may ask.
 
     Args:
         tokenizer: The tokenizer's own JSON.
+        tokens: The bytes of every token.
+        control: Tokens that stand for no text.
         end_ids: Tokens that end an answer; a grammar allows them where it may end.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> None:
-        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(end_ids))
-        self._exits = Exits(self._tokenizer)
-        self._kept = lru_cache(_KEPT)(self._compile)  # agents ask for the same again and again
+    def __init__(
+        self,
+        tokenizer: str,
+        tokens: Sequence[bytes],
+        control: Iterable[int],
+        end_ids: Iterable[int],
+    ) -> None:
+        spelling = Spelling(tokenizer, tokens, control, end_ids)
+        self._engine = spelling.engine
+        self._end_ids = frozenset(spelling.end_ids)
+        self._exits = Exits(tokens, spelling.special_token_ids, spelling.end_ids[0])
+        self._kept: OrderedDict[tuple[Source, Thinking | None], Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._at_once = threading.Semaphore(_AT_ONCE)
 
     def compile(self, source: Source, thinking: Thinking | None = None) -> Grammar:
         """Return a grammar that rows can follow; takes a while for large ones.
 
         Raises:
-            CallerError: When it is not one, or asks for what cannot be enforced.
+            CallerError: When it is not one, asks for what cannot be enforced, or no answer fits.
         """
-        return self._kept(source, thinking)
+        key = source, thinking
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:  # agents ask for the same again
+                self._kept.move_to_end(key)
+                return known
+        with self._at_once:
+            grammar = self._with_room(source, thinking)
+        with self._lock:
+            self._kept[key] = grammar
+            while len(self._kept) > _KEPT or sum(len(s.text) for s, _ in self._kept) > _KEPT_SIZE:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _with_room(self, source: Source, thinking: Thinking | None) -> Grammar:
+        """Compile on a thread whose stack holds what a grammar nests."""
+        done: list[Grammar | BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(self._named(source, thinking))
+            except BaseException as error:  # raised by who waits for it
+                done.append(error)
+
+        thread = threading.Thread(target=work, name="grammar", daemon=True)
+        with self._lock:
+            usual = threading.stack_size(_STACK)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(usual)
+        thread.join()
+        (found,) = done
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _named(self, source: Source, thinking: Thinking | None) -> Grammar:
+        """Compile; of what is made of parts, the part that is wrong is named."""
+        try:
+            return self._compile(source, thinking)
+        except CallerError:
+            for part in source.parts:
+                self._compile(part, None)
+            raise
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compile a grammar anew when it is asked for again: what its rows share is used up."""
+        with self._lock:
+            for key in [key for key, kept in self._kept.items() if kept is grammar]:
+                del self._kept[key]
 
     def _compile(self, source: Source, thinking: Thinking | None) -> Grammar:
-        matcher = LLMatcher(self._tokenizer, source.text, log_level=0)
+        matcher = LLMatcher(self._engine, source.text, log_level=0, limits=_LIMITS)
+        self._refuse_broken(matcher, source)
+        first = matcher.deep_copy()
+        next_tokens(first)
+        self._refuse_broken(first, source)
+        structured = "json_schema" in source.text or "%json" in source.text
+        way = self._exits.way_out(matcher, _LONGEST_WAY, json=structured)
+        if way is None:
+            self._refuse_dead(matcher.deep_copy(), source, structured)
+        return Grammar(matcher, self._end_ids, thinking, self._exits, way, self, json=structured)
+
+    def _refuse_broken(self, matcher: LLMatcher, source: Source) -> None:
         if matcher.is_error():
-            raise CallerError(f"{source.param}: {_why(matcher)}", param=source.param)
-        return Grammar(matcher, frozenset(self._tokenizer.eos_tokens), thinking, self._exits)
+            raise CallerError(f"{source.param}: {why(matcher)}", param=source.param)
+
+    def _refuse_dead(self, matcher: LLMatcher, source: Source, structured: bool) -> None:
+        """Refuse a grammar whose nearest way ends where nothing may follow."""
+        used = np.zeros(self._engine.vocab_size, np.int64)
+        said: list[int] = []
+        while len(said) < _LONGEST_WAY and not matcher.is_accepting():
+            step = matcher.compute_ff_tokens()
+            step = step or self._exits.next_step(
+                matcher, used, json=structured, single=len(said) % 2 == 1
+            )
+            if not step or not matcher.consume_tokens(step):
+                self._refuse_broken(matcher, source)
+                shown = self._engine.decode_str(said)[-40:]
+                raise CallerError(
+                    f"{source.param}: no answer can have this form; nothing may follow {shown!r}",
+                    param=source.param,
+                )
+            said += step
 
 
 class Grammar:
-    """A compiled grammar, never advanced itself.
-
-    From `horizon` tokens before its budget on a row looks for its way out.
-    """
+    """A compiled grammar, never advanced itself."""
 
     def __init__(
         self,
@@ -79,57 +174,74 @@ class Grammar:
         end_ids: frozenset[int],
         thinking: Thinking | None,
         exits: Exits,
+        way: Sequence[int] | None,
+        home: Grammars,
+        *,
+        json: bool,
     ) -> None:
         self._matcher = matcher
         self._thinking = thinking
+        self._exits = exits
+        self._json = json
+        self._home = home
         self.end_ids = end_ids
-        self.exits = exits
-        shortest = exits.way_out(matcher.deep_copy())
-        self.horizon = _HORIZON + 2 * len(shortest or ())
+        self.horizon = _FAR if way is None else _HORIZON + 2 * len(way)
 
     def follow(self) -> Follower:
         """Return the state of a row that has generated nothing yet."""
-        return Follower(self, self._matcher.deep_copy(), _Thought(self._thinking))
+        lead = Lead(self._exits, self.horizon, json=self._json)
+        return Follower(self, self._matcher.deep_copy(), _Thought(self._thinking), lead)
+
+    def broken(self, matcher: LLMatcher) -> FormError:
+        """Return the error of a row whose matcher can go no further."""
+        self._home.forget(self)
+        return FormError(f"the answer's form cannot be followed any further: {why(matcher)}")
 
 
 class Follower:
     """Where one row is in its grammar; it takes committed tokens and looks ahead over drafts.
 
     Near the end of its budget a row is led to where its answer may end, so that what is asked to
-    be JSON is JSON and not the beginning of some.
+    be JSON is JSON and not the beginning of some: of the tokens that the model chooses those are
+    refused behind which no end fits.
     """
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, thought: _Thought) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, thought: _Thought, lead: Lead) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._thought = thought
-        self._way: list[int] | None = None  # out of the grammar from here, once it was looked for
+        self._lead = lead
+        self._here: Ids | None = None  # what may come next, once it was asked for
 
     def copy(self) -> Follower:
         """Return a twin that goes on by itself."""
-        return Follower(self._grammar, self._matcher.deep_copy(), self._thought.copy())
+        matcher, thought = self._matcher.deep_copy(), self._thought.copy()
+        return Follower(self._grammar, matcher, thought, self._lead.copy())
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, left: int | None = None) -> None:
         """Go on by a committed token.
 
+        Args:
+            left: Tokens of the budget that were left before it; None for no budget.
+
         Raises:
-            RowError: When the grammar does not allow it, or has become too costly to follow.
+            FormError: When the grammar does not allow it, or has become too costly to follow.
         """
+        self._here = None
         if not self._thought.take(token) or token in self._grammar.end_ids:
             return
-        self._way = self._way[1:] if self._way and self._way[0] == token else None
+        self._lead.take(self._matcher, token, left)
         if not self._matcher.consume_token(token):
-            raise RowError(f"the grammar cannot go on: {_why(self._matcher)}")
+            raise self._grammar.broken(self._matcher)
 
-    def allowed(self, ahead: Sequence[int] = (), left: int | None = None) -> Ids | None:
+    def allowed(self, ahead: Sequence[int] = ()) -> Ids | None:
         """Return the tokens that may come next, ascending; None for all of them.
 
         Args:
             ahead: Drafts to suppose committed first; where they break the grammar nothing may.
-            left: Tokens of the budget that are left after them; None for no budget.
 
         Raises:
-            RowError: When the grammar has become too costly to follow.
+            FormError: When the grammar has become too costly to follow.
         """
         thought = self._thought.copy()
         spoken = [token for token in ahead if thought.take(token)]
@@ -137,30 +249,43 @@ class Follower:
             return None
         if not self._grammar.end_ids.isdisjoint(spoken):
             return _NOTHING
-        # A copy and no rollback: after one, llguidance 1.9 may give the mask of the way not taken.
-        matcher = self._matcher.deep_copy() if spoken else self._matcher
-        if matcher.try_consume_tokens(spoken) < len(spoken):
-            return _NOTHING
-        found = self._leading_out(matcher, spoken, left) if left is not None else None
-        if found is None:
-            found = _mask(matcher)
+        if ahead:
+            # A copy and no rollback: after one, llguidance 1.9 may give the way not taken's mask.
+            matcher = self._matcher.deep_copy()
+            if matcher.try_consume_tokens(spoken) < len(spoken):
+                return _NOTHING
+            found = self._mask(matcher)
+        else:
+            if self._here is None:
+                self._here = self._mask(self._matcher)
+            found = self._lead.narrowed(self._here)
         if thought.may_open is not None:
             found = np.union1d(found, [thought.may_open])
         return found
 
-    def _leading_out(self, matcher: LLMatcher, spoken: list[int], left: int) -> Ids | None:
-        """Return the one token that leads out, when it is time to leave."""
-        if left > self._grammar.horizon or matcher.is_accepting():
-            return None
-        if self._way is not None and self._way[: len(spoken)] == spoken:
-            way: list[int] | None = self._way[len(spoken) :]
-        else:
-            way = self._grammar.exits.way_out(matcher.deep_copy())
-        if not spoken:
-            self._way = way
-        if not way or left > len(way) + 1 + _MARGIN:
-            return None
-        return np.array(way[:1])
+    def fits(self, token: int, left: int) -> bool:
+        """Say whether a row may choose an allowed token, of which it has `left` with this one.
+
+        A token that is refused is not allowed any more, until another is taken.
+        """
+        if self._thought.sleeping or token == self._thought.may_open:
+            return True
+        if token in self._grammar.end_ids:
+            return True
+        return self._lead.fits(self._matcher, token, left)
+
+    def near_end(self, left: int) -> bool:
+        """Say whether choices may be refused here; see `fits`."""
+        return not self._thought.sleeping and self._lead.near(self._matcher, left)
+
+    def _mask(self, matcher: LLMatcher) -> Ids:
+        found = next_tokens(matcher)
+        if matcher.is_error():
+            raise self._grammar.broken(matcher)
+        # Only where an answer is whole may it end, whatever a grammar calls a token.
+        if not matcher.is_accepting():
+            found = found[~np.isin(found, list(self._grammar.end_ids))]
+        return found
 
 
 class _Thought:
@@ -188,16 +313,11 @@ class _Thought:
         return not opened
 
 
-def _mask(matcher: LLMatcher) -> Ids:
-    found = next_tokens(matcher)
-    if matcher.is_error():
-        raise RowError(f"the grammar cannot go on: {_why(matcher)}")
-    return found
-
-
-def _why(matcher: LLMatcher) -> str:
+def why(matcher: LLMatcher) -> str:
+    """Return the engine's words on what is wrong with a matcher, fit for its caller."""
     text = matcher.get_error()
     if found := _UNKNOWN_KEYS.search(text):
-        keys = found["keys"]
-        return f"the schema keyword {keys} cannot be enforced; leave it out"
-    return one_line(text)
+        return f"the schema keyword {found['keys']} cannot be enforced; leave it out"
+    if "NoExtension" in text:
+        return "no answer can have this form"
+    return one_line(text.split("<non-verbose/>")[0].split("<state>")[0])

@@ -3,12 +3,15 @@
 The notation is llguidance's own. Whether it can be kept is seen when it is compiled.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from .errors import CallerError
 
@@ -19,17 +22,49 @@ _ELSEWHERE: Final = frozenset({"anyOf", "oneOf", "$ref", "patternProperties"})
 # Between two tokens of JSON: enough for an indented answer, too little for a loop to hide in.
 _JSON_STYLE: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 
+_LARGEST: Final = 1 << 20  # characters of one grammar
+_MOST_LINES: Final = 1_000  # of a written grammar: rules that call each other cost their square
+_DEEPEST: Final = 120  # levels of a schema; the engine's own bound is near
+_BYTES: Final = LLTokenizer("byte")
+_LITERAL: Final = re.compile(r"\^(?P<inner>.*)\$", re.DOTALL)
+
 
 class Source(msgspec.Struct, frozen=True):
-    """A grammar as it was asked for, in llguidance's own notation, and the field it came from."""
+    """A grammar as it was asked for, in llguidance's own notation, and the field it came from.
+
+    Args:
+        parts: What it was put together from, each with the field it came from.
+    """
 
     text: str
     param: str
+    parts: tuple[Source, ...] = ()
 
     def named(self, name: str) -> dict[str, Any]:
         """Return it as a part of a larger grammar, which calls it `@name`."""
         (part,) = json.loads(self.text)["grammars"]
         return {**part, "name": name}
+
+
+def bounded(schema: Any, param: str) -> Any:
+    """Return a schema that is nested so little that it can be walked.
+
+    Raises:
+        CallerError: When it is nested too deeply.
+    """
+    layer = [schema]
+    for _ in range(_DEEPEST):
+        parts = [p for p in layer if isinstance(p, dict | list)]
+        if not parts:
+            return schema
+        layer = [v for p in parts for v in (p.values() if isinstance(p, dict) else p)]
+    raise CallerError(f"{param}: nested more than {_DEEPEST} deep", param=param)
+
+
+def _sized(text: str, param: str) -> str:
+    if len(text) > _LARGEST:
+        raise CallerError(f"{param}: larger than {_LARGEST:,} characters", param=param)
+    return text
 
 
 def json_schema(schema: Any, param: str, *, lenient: bool = False) -> Source:
@@ -44,8 +79,10 @@ def json_schema(schema: Any, param: str, *, lenient: bool = False) -> Source:
     if not isinstance(schema, dict):
         raise CallerError(f"{param}: a JSON schema must be an object", param=param)
     try:
-        text = LLMatcher.grammar_from_json_schema(closed(schema), overrides=_style(lenient))
-        return Source(text, param)
+        text = LLMatcher.grammar_from_json_schema(
+            closed(bounded(schema, param)), overrides=_style(lenient)
+        )
+        return Source(_sized(text, param), param)
     except ValueError as error:
         raise CallerError(f"{param}: {one_line(str(error))}", param=param) from None
 
@@ -57,7 +94,7 @@ def closed(schema: Any) -> Any:
     make up. Where a schema says `additionalProperties` itself, that holds; parts of an `allOf`
     would exclude each other, so a schema with one stays as it is.
     """
-    return schema if _combines(schema) else _closed(schema)
+    return _apart(schema if _combines(schema) else _closed(schema))
 
 
 def _combines(part: Any) -> bool:
@@ -87,6 +124,51 @@ def _closed_under(key: str, value: Any) -> Any:
     return _closed(value)
 
 
+def _apart(part: Any) -> Any:
+    """Return a schema in which no property has a pattern of `patternProperties` as well.
+
+    The engine takes either one or the other, and stops where a pattern has no names left.
+    """
+    if isinstance(part, list):
+        return [_apart(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    out = {key: value if key in _DATA else _apart(value) for key, value in part.items()}
+    named, patterns = out.get("properties"), out.get("patternProperties")
+    if isinstance(named, dict) and isinstance(patterns, dict):
+        finders = [(_finder(pattern), each) for pattern, each in patterns.items()]
+        out["properties"] = {n: _with_patterns(n, each, finders) for n, each in named.items()}
+        out["patternProperties"] = {
+            pattern: each for pattern, each in patterns.items() if not _only(pattern, named)
+        }
+    return out
+
+
+def _with_patterns(name: str, schema: Any, finders: Sequence[tuple[LLMatcher, Any]]) -> Any:
+    spelled = [*json.dumps(name, ensure_ascii=False).encode(), _BYTES.eos_token]
+    more = [
+        each
+        for finder, each in finders
+        if each not in (schema, True, {}) and finder.validate_tokens(spelled) == len(spelled)
+    ]
+    return {"allOf": [schema, *more]} if more else schema
+
+
+def _only(pattern: str, named: Iterable[str]) -> bool:
+    """Say whether a pattern finds none but some names."""
+    found = _LITERAL.fullmatch(pattern)
+    if found is None:
+        return False
+    listed = found["inner"].removeprefix("(?:").removeprefix("(").removesuffix(")").split("|")
+    return all(re.escape(each) == each and each in named for each in listed)
+
+
+def _finder(pattern: str) -> LLMatcher:
+    """Return what finds a pattern in strings, as the engine itself does and in linear time."""
+    schema = {"type": "string", "pattern": pattern}
+    return LLMatcher(_BYTES, LLMatcher.grammar_from_json_schema(schema), log_level=0)
+
+
 def json_object(param: str) -> Source:
     """Return the grammar of any JSON object."""
     return json_schema({"type": "object"}, param)
@@ -94,13 +176,14 @@ def json_object(param: str) -> Source:
 
 def regex(pattern: str, param: str) -> Source:
     """Return the grammar of texts that a regular expression matches as a whole."""
-    return Source(LLMatcher.grammar_from_regex(pattern), param)
+    return Source(LLMatcher.grammar_from_regex(_sized(pattern, param)), param)
 
 
 def choice(options: Sequence[str], param: str) -> Source:
     """Return the grammar of one of some texts."""
     quoted = (json.dumps(option, ensure_ascii=False) for option in options)
-    return Source(lark("start: " + " | ".join(quoted)), param)
+    # One terminal: as rules of their own, thousands of texts are too many for the parser.
+    return Source(lark("start: CHOICE\nCHOICE: " + _sized(" | ".join(quoted), param)), param)
 
 
 def written(grammar: str, param: str) -> Source:
@@ -109,9 +192,12 @@ def written(grammar: str, param: str) -> Source:
     Raises:
         CallerError: When it is neither.
     """
+    _sized(grammar, param)
+    if grammar.count("\n") > _MOST_LINES:
+        raise CallerError(f"{param}: at most {_MOST_LINES} lines are taken", param=param)
     try:
         return Source(lark(grammar_from("grammar", grammar)), param)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CallerError(f"{param}: {one_line(str(error))}", param=param) from None
 
 

@@ -83,7 +83,8 @@ class Text:
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles grammars for this tokenizer."""
-        return Grammars(self._marked.to_str(), self.vocab_size, self.end_ids)
+        tokens = [self.token_bytes(token) for token in range(self.vocab_size)]
+        return Grammars(self._marked.to_str(), tokens, self._special, self.end_ids)
 
     @cached_property
     def _lengths(self) -> Lengths:

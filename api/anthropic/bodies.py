@@ -156,6 +156,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 FIELDS: Final = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
+    "tools[].function.parameters": "tools[].input_schema",
 }
 # Claude Code's own note to its service, another one in each request; no word to the model.
 _NOTE: Final = "x-anthropic-billing-header:"

@@ -128,6 +128,7 @@ FIELDS: Final = {
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "tools[].function.parameters": "tools[].parameters",
 }
 # Tools of the server's own: the model is not told of them, since nothing here can run them.
 _UNTOLD: Final = ("web_search",)

@@ -2,12 +2,16 @@
 
 import json
 import random
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jsonschema
 import pytest
 
 from paceline.runtime import sources
+from paceline.runtime.dialect import forced_call
 from paceline.runtime.errors import CallerError, RowError
 from paceline.runtime.grammar import Follower, Thinking
 from paceline.runtime.sources import Source
@@ -25,8 +29,8 @@ def _follow(text: Text, source: Source, thinking: Thinking | None = None) -> Fol
     return text.grammars.compile(source, thinking).follow()
 
 
-def _may(follower: Follower, ahead: Sequence[int] = (), left: int | None = None) -> set[int]:
-    allowed = follower.allowed(ahead, left)
+def _may(follower: Follower, ahead: Sequence[int] = ()) -> set[int]:
+    allowed = follower.allowed(ahead)
     assert allowed is not None
     return set(map(int, allowed))
 
@@ -67,9 +71,8 @@ def test_what_was_looked_at_leaves_no_trace(text: Text) -> None:
     assert len(brace) == len(bracket)
     closes = _spell(text, "}")[0], _spell(text, "]")[0]
     for _ in range(2):
-        for left in (None, 57):
-            assert [c in _may(follower, brace, left) for c in closes] == [True, False]
-            assert [c in _may(follower, bracket, left) for c in closes] == [False, True]
+        assert [c in _may(follower, brace) for c in closes] == [True, False]
+        assert [c in _may(follower, bracket) for c in closes] == [False, True]
 
 
 def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None:
@@ -86,7 +89,7 @@ def test_a_draft_against_the_grammar_allows_nothing_after_it(text: Text) -> None
 def test_a_token_against_the_grammar_ends_the_row(text: Text) -> None:
     """Committing what was not allowed is the row's own error."""
     follower = _follow(text, sources.json_schema(COLOUR, "schema"))
-    with pytest.raises(RowError, match="grammar cannot go on"):
+    with pytest.raises(RowError, match="cannot be followed"):
         follower.take(_spell(text, "wrong")[0])
 
 
@@ -228,41 +231,254 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("schema", [LOOPS, TREE, {"type": "object"}, {"type": "array"}])
-@pytest.mark.parametrize("wanders", [0, 7, 60])
-def test_an_answer_is_whole_within_its_budget(text: Text, schema: Any, wanders: int) -> None:
-    """Whatever it does first, an answer ends as JSON before its budget cuts it."""
-    follower = _follow(text, sources.json_schema(schema, "s"))
-    rng, budget = random.Random(wanders), 120
+Choose = Callable[[Sequence[int]], int]
+
+
+def _answer(text: Text, source: Source, budget: int, choose: Choose) -> tuple[str, bool, int]:
+    """Return what a row says that chooses so, whether it ended, and what it was refused."""
+    follower = _follow(text, source)
     said: list[int] = []
+    refused = 0
     while len(said) < budget:
-        may = sorted(follower.allowed((), budget - len(said)))  # type: ignore[arg-type]
-        inside = [token for token in may if token not in text.end_ids]
-        token = int(rng.choice(inside or may) if len(said) < wanders else may[-1])
-        said.append(token)
-        if token in text.end_ids:
-            break
-        follower.take(token)
-    assert said[-1] in text.end_ids
-    found = json.loads(text.decode(said[:-1]))
-    if "required" in schema:
-        assert set(schema["required"]) <= set(found)
-
-
-def test_looking_ahead_knows_the_budget(text: Text) -> None:
-    """What drafts would allow near the end is what comes when they are committed."""
-    follower, twin = (_follow(text, sources.json_schema(LOOPS, "s")) for _ in range(2))
-    for left in range(90, 0, -1):
-        may = follower.allowed((), left)
+        left = budget - len(said)
+        may = follower.allowed()
         assert may is not None
-        token = int(may[len(may) // 2])
+        token = choose([int(t) for t in may])
+        if not follower.fits(token, left):
+            refused += 1
+            continue
+        if token in text.end_ids:
+            return text.decode(said), True, refused
+        follower.take(token, left)
+        said.append(token)
+    return text.decode(said), False, refused
+
+
+def _rambling(text: Text, seed: int) -> Choose:
+    """Say anything but an end as long as anything else may come."""
+    rng = random.Random(seed)
+    return lambda may: rng.choice([t for t in may if t not in text.end_ids] or may)
+
+
+def _wordy(text: Text, seed: int) -> Choose:
+    """Say short English words wherever they may come, else what is shortest."""
+    rng = random.Random(seed)
+    spelled = [text.token_bytes(token) for token in range(text.vocab_size)]
+    words = {t for t, s in enumerate(spelled) if s[:1] == b" " and s[1:].isalpha() and len(s) < 7}
+
+    def choose(may: Sequence[int]) -> int:
+        mine = [token for token in may if token in words]
+        return rng.choice(mine) if mine else min(may, key=lambda token: len(spelled[token]))
+
+    return choose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schema", [LOOPS, TREE, {"type": "object"}, {"type": "array"}])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_an_answer_is_whole_within_its_budget(text: Text, schema: Any, seed: int) -> None:
+    """However it rambles, an answer ends as JSON before its budget cuts it."""
+    said, _, _ = _answer(text, sources.json_schema(schema, "s"), 120, _rambling(text, seed))
+    jsonschema.validate(json.loads(said), schema)
+
+
+def _long(least: int) -> dict[str, Any]:
+    properties = {"s": {"type": "string", "minLength": least}}
+    return {"type": "object", "properties": properties, "required": ["s"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "budget"), [(100, 100), (200, 150), (60, 64), (40, 30)])
+def test_near_its_budget_an_answer_is_words(text: Text, least: int, budget: int) -> None:
+    """A row that has room for what it must say says it in its own words, to the end."""
+    source = sources.json_schema(_long(least), "s")
+    said, ended, _ = _answer(text, source, budget, _wordy(text, least))
+    found = json.loads(said)["s"]
+    assert ended
+    assert len(found) >= least
+    assert found.replace(" ", "").isalpha()
+    assert len(said) > 3 * budget  # it went on in words until the last token
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _long(5000),
+        {"type": "array", "items": {"type": "integer"}, "minItems": 500},
+        {"type": "string", "pattern": "^[a-f]{900}$"},
+    ],
+)
+def test_where_no_end_fits_a_row_speaks_freely(text: Text, schema: Any) -> None:
+    """An end that is out of reach changes nothing, and a search that failed is not repeated."""
+    text.grammars.compile(sources.json_schema(schema, "s"))
+    searches = 0
+    exits = text.grammars._exits
+    search = exits.way_out
+
+    def counted(*args: Any, **named: Any) -> list[int] | None:
+        nonlocal searches
+        searches += 1
+        return search(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exits, "way_out", counted)
+        _, ended, refused = _answer(text, sources.json_schema(schema, "s"), 40, _wordy(text, 1))
+    assert not ended
+    assert not refused
+    assert searches <= 7  # where its budget has halved
+
+
+def test_what_is_refused_is_the_same_for_twins(text: Text) -> None:
+    """Near the end a twin refuses and allows what its original does."""
+    follower = _follow(text, sources.json_schema(LOOPS, "s"))
+    choose = _rambling(text, 3)
+    for left in range(90, 0, -1):
+        twin = follower.copy()
+        while True:
+            mine, its = follower.allowed(), twin.allowed()
+            assert mine is not None
+            assert its is not None
+            assert list(mine) == list(its)
+            token = choose([int(t) for t in mine])
+            fits = follower.fits(token, left)
+            assert twin.fits(token, left) == fits
+            if fits:
+                break
         if token in text.end_ids:
             return
-        twin.allowed((), left)
-        ahead = twin.allowed([token], left - 1)
+        follower.take(token, left)
+
+
+CONTROL = "x<|im_end|>y<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        (sources.json_schema({"enum": [CONTROL]}, "f"), f'"{CONTROL}"'),
+        (sources.json_schema({"const": CONTROL}, "f"), f'"{CONTROL}"'),
+        (
+            sources.json_schema(
+                {"type": "object", "properties": {CONTROL: {"const": 1}}, "required": [CONTROL]},
+                "f",
+            ),
+            f'{{"{CONTROL}":1}}',
+        ),
+        (sources.json_schema({"type": "string", "pattern": "^a<.im_end.>b$"}, "f"), None),
+        (sources.regex("a<[|]im_end[|]>b", "f"), "a<|im_end|>b"),
+        (sources.choice([CONTROL], "f"), CONTROL),
+        (sources.written('start: "a<|im_end|>b"', "f"), "a<|im_end|>b"),
+        (
+            forced_call(
+                [{"function": {"name": "a<|im_end|>b", "parameters": {"properties": {}}}}], "tools"
+            ),
+            '{"name": "a<|im_end|>b", "arguments": {}}',
+        ),
+    ],
+)
+def test_a_control_token_spelled_out_in_a_form_is_text(
+    text: Text, source: Source, answer: str | None
+) -> None:
+    """Literals are said in ordinary tokens, however much they look like a control token."""
+    follower = _follow(text, source)
+    said: list[int] = []
+    while True:
+        may = follower.allowed()
+        assert may is not None
+        token = min(map(int, may), key=lambda t: (t in text.end_ids, len(text.token_bytes(t)), t))
+        if token in text.end_ids:
+            break
+        assert not text.is_special(token)
         follower.take(token)
-        twin.take(token)
-        assert list(ahead) == list(follower.allowed((), left - 1))  # type: ignore[arg-type]
+        said.append(token)
+    assert answer is None or text.decode(said) == answer
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        sources.json_schema({"$ref": "#"}, "f"),
+        sources.json_schema(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string", "pattern": "^a{1000000}$"}},
+                "required": ["a"],
+            },
+            "f",
+        ),
+        sources.json_schema({"enum": []}, "f"),
+        sources.json_schema({"allOf": [{"type": "string"}, {"type": "null"}]}, "f"),
+        sources.json_schema({"type": "integer", "minimum": 5, "maximum": 3}, "f"),
+        sources.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}, "f"),
+        sources.regex("((a{1,1000}){1,1000}){1,1000}", "f"),
+        sources.regex(r"a[^\s\S]", "f"),
+        sources.written('start: start "a"', "f"),
+        sources.written("start: start", "f"),
+        sources.written("start: T\nT: /a/ & /b/", "f"),
+        sources.written('start: "a" d\nd: d "x"', "f"),
+    ],
+)
+def test_a_form_that_no_answer_can_have_is_refused(text: Text, source: Source) -> None:
+    """What compiles and cannot be followed is the caller's mistake before a row is made of it."""
+    with pytest.raises(CallerError) as caught:
+        text.grammars.compile(source)
+    assert caught.value.param == "f"
+    assert "\n" not in caught.value.message
+    assert "<state>" not in caught.value.message
+
+
+def test_many_choices_are_taken(text: Text) -> None:
+    """Tens of thousands of choices are one terminal and no ambiguity."""
+    options = [f"opt{i}" for i in range(20_001)]
+    follower = _follow(text, sources.choice(options, "f"))
+    for token in _spell(text, "opt20000"):
+        assert token in _may(follower)
+        follower.take(token)
+    assert not text.end_ids.isdisjoint(_may(follower))
+
+
+def test_properties_that_a_pattern_finds_as_well_are_kept(text: Text) -> None:
+    """A property keeps its own schema and its pattern's, and a pattern for it alone is gone."""
+    integer, small = {"type": "integer"}, {"maximum": 7}
+    schema = {
+        "type": "object",
+        "properties": {"score": integer, "tag": {}},
+        "patternProperties": {"^score$": small, "^ta": {}},
+        "additionalProperties": False,
+    }
+    apart = sources.closed(schema)
+    assert apart["properties"]["score"] == {"allOf": [integer, small]}
+    assert apart["patternProperties"] == {"^ta": {}}
+    follower = _follow(text, sources.json_schema(schema, "f"))
+    assert not _may(follower, _spell(text, '{"score": 8}'))
+    assert _may(follower, _spell(text, '{"score": 7}'))
+
+
+def test_what_nests_too_deeply_is_refused() -> None:
+    """A schema of any depth is refused or taken, and nothing recurses without a bound."""
+    schema: Any = {"type": "string"}
+    for _ in range(5000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(CallerError, match="f: nested more than"):
+        sources.json_schema(schema, "f")
+
+
+def test_a_chain_of_references_does_not_end_the_process() -> None:
+    """The engine recurses over references and rules; a subprocess would tell a broken stack."""
+    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"type": "string"}}}
+    program = (
+        "import json, sys\n"
+        "from tests.lanes.tiny import tiny_grammars\n"
+        "from paceline.runtime import sources\n"
+        "tiny_grammars().compile(sources.json_schema(json.load(sys.stdin), 'f'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(schema), text=True, timeout=120
+    )
+    assert done.returncode == 0
+    with pytest.raises(CallerError, match="lines"):
+        sources.written("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(2000)), "f")
 
 
 def test_objects_keep_to_the_properties_they_list(text: Text) -> None:
