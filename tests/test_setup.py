@@ -103,7 +103,8 @@ def test_a_virtualenv_half_made_or_moved_or_without_its_python_is_made_anew(
 def test_a_folder_that_is_no_virtualenv_is_never_deleted(tmp_path: Path) -> None:
     """VENV=src would otherwise cost somebody their work."""
     (tmp_path / "work.txt").write_text("mine")
-    command = [sys.executable, ROOT / ".ci" / "venv.py", tmp_path, ROOT / "constraints.txt"]
+    chore, constraints = ROOT / ".ci" / "venv.py", ROOT / "constraints.txt"
+    command = [sys.executable, str(chore), str(tmp_path), str(constraints)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "no virtualenv" in done.stderr

@@ -51,7 +51,7 @@ def pins(lines: Iterable[str]) -> dict[str, str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    found = {}
+    found: dict[str, str] = {}
     for line in lines:
         words = line.partition("#")[0].strip()
         if not words:
