@@ -178,7 +178,7 @@ class RequestActor:
                 await self._live()
         finally:
             if self.outcome is None:
-                late = "deadline" if self._scope.cancelled_caught else "server_shutdown"
+                late: Origin = "deadline" if self._scope.cancelled_caught else "server_shutdown"
                 self._settle(_abandoned(self._reason or late))
             self._send.close()
 

@@ -217,7 +217,7 @@ def byte_grammars() -> Grammars:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return Grammars(tokenizer.to_str(), 256, [END])
+    return Grammars(tokenizer.to_str(), [bytes([byte]) for byte in range(256)], [], [END])
 
 
 class FakeStream:

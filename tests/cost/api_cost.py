@@ -23,6 +23,7 @@ from paceline.actors.messages import Admit, Leave, OwnerMessage, Tokens, Turn
 from paceline.api.server import serve_house
 from paceline.runtime import log
 from paceline.runtime.settings import ServerArgs
+from paceline.runtime.thread import Pulse
 
 
 class PacedDevice:
@@ -38,6 +39,9 @@ class PacedDevice:
             self._rows[message.lease.row] = message
         elif isinstance(message, Leave):
             self._rows.pop(message.lease.row, None)
+
+    def pulse(self) -> Pulse:
+        return Pulse()
 
     async def run(
         self,
@@ -56,7 +60,23 @@ class PacedDevice:
             )
             self.tokens += rows
             publish(
-                Turn(messages, (), rows, "ar-b8", 0.0, 0, (), rows, 0, 0, 0.0, rows, 0, "decoding")
+                Turn(
+                    messages,
+                    (),
+                    rows,
+                    "ar-b8",
+                    0.0,
+                    0,
+                    (),
+                    rows,
+                    0,
+                    0,
+                    0.0,
+                    active_rows=rows,
+                    parked_rows=0,
+                    queue_depth=0,
+                    state="decoding",
+                )
             )
 
 

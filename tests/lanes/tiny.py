@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from paceline.lanes.heads.qwen3_next import HeadParts
 from paceline.runtime.grammar import Grammars
 from paceline.runtime.model import ModelCard
-from paceline.runtime.text import _byte_level_table
+from paceline.runtime.pieces import byte_level_table
 
 VOCAB = 512
 END = VOCAB - 1  # of the tiny tokenizer
@@ -80,7 +80,7 @@ def tiny_grammars() -> Grammars:
     """Return what compiles grammars for the tiny vocabulary."""
     tokenizer = tiny_tokenizer()
     pieces = [tokenizer.id_to_token(token) or "" for token in range(VOCAB)]
-    bytes_of = _byte_level_table()
+    bytes_of = byte_level_table()
     special = [i for i, piece in enumerate(pieces) if piece.startswith("<") and len(piece) > 1]
     tokens = [
         piece.encode() if i in special else bytes(bytes_of[c] for c in piece)
