@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
+import trio
 from quart.typing import TestClientProtocol
 from tests.fakes import FakeText, Nature, Stand, stand
 from werkzeug.datastructures import Headers
@@ -37,6 +38,17 @@ def named_events(raw: bytes) -> list[Any]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
+
+
+@pytest.fixture(autouse=True)
+def inline_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what would go to a thread at once: virtual time does not wait for threads."""
+
+    async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return work(*args)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
 
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[TestClientProtocol, Stand]]]

@@ -209,24 +209,22 @@ async def test_a_large_body_is_sent_to_a_client_that_reads_steadily(
         assert trio.current_time() - began > 4 * 3
 
 
-async def test_a_client_that_takes_a_byte_now_and_then_is_cut() -> None:
+async def test_a_client_that_takes_a_byte_now_and_then_is_cut(
+    mock_clock: trio.testing.MockClock,
+) -> None:
     """Patience ends at once without progress, and on the whole below the least rate."""
-    clock = trio.testing.MockClock()
     times: dict[int, float] = {}
 
     async def wait(step: int) -> None:
         patience = Patience(30.0)
         began = trio.current_time()
         while trio.current_time() < patience.deadline and trio.current_time() - began < 1000:
-            clock.jump(29.0)
+            mock_clock.jump(29.0)
             patience.saw(step)
         times[step] = trio.current_time() - began
 
-    async def all_steps() -> None:
-        for step in (0, 1, 29 * LEAST_RATE):
-            await wait(step)
-
-    await trio.to_thread.run_sync(lambda: trio.run(all_steps, clock=clock))
+    for step in (0, 1, 29 * LEAST_RATE):
+        await wait(step)
     assert times[0] == 58.0
     assert times[1] == 58.0
     assert times[29 * LEAST_RATE] >= 1000

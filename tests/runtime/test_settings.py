@@ -28,10 +28,10 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
 def test_every_setting_can_be_given_as_text(name: str, tmp_path: Path) -> None:
     """No setting exists that flags and environment cannot set, and each has a line of help."""
     texts = {"model": "m", "host": "localhost", "numerics": "throughput", "dtype": "float32"}
-    texts["prefill_chunk_tokens"] = "64"
+    texts |= {"prefill_chunk_tokens": "64", "device_stall_s": "20.5"}
     default = DEFAULTS[name]
     text = texts.get(name) or ("1" if default is None or isinstance(default, int) else "")
-    if isinstance(default, float):
+    if isinstance(default, float) and name not in texts:
         text = "0.5"
     text = text or str(getattr(default, "value", default) or "a")
     environ = {f"PACELINE_{name.upper()}": text}
