@@ -19,7 +19,7 @@ from .answers import (
     usage_of,
 )
 from .models import check_model
-from .problems import decode, new_request_id
+from .problems import decoded, new_request_id
 from .replies import (
     CallDelta,
     CalledFunction,
@@ -46,7 +46,8 @@ async def chat_completions(house: House, raw: bytes, priority: str | None) -> Re
     Args:
         priority: What the request's header asks for.
     """
-    body: ChatRequest = decode(_DECODER, raw)
+    body: ChatRequest = await decoded(_DECODER, raw)
+    del raw  # not kept while the answer is made
     check_model(house, body.model)
     order = await chat_order(body, new_request_id(), house.text, house.served, house.args, priority)
     return await answer(house, order, "chat", ChatShape(house, order))

@@ -18,7 +18,7 @@ from .answers import (
     usage_of,
 )
 from .models import check_model
-from .problems import decode, new_request_id
+from .problems import decoded, new_request_id
 from .replies import TextChoice, TextReply
 from .schemas import CompletionRequest
 from .shape import Collected
@@ -29,7 +29,8 @@ _DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 
 async def completions(house: House, raw: bytes, priority: str | None) -> Response:
     """Serve one legacy completion, streamed or whole; see `chat_completions`."""
-    body: CompletionRequest = decode(_DECODER, raw)
+    body: CompletionRequest = await decoded(_DECODER, raw)
+    del raw  # not kept while the answer is made
     check_model(house, body.model)
     order = await completion_order(
         body, new_request_id(), house.text, house.served, house.args, priority

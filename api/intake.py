@@ -13,14 +13,16 @@ import trio
 from quart import Request, g, has_app_context
 
 from ..runtime.errors import BusyError, CallerError
+from ..runtime.memory import Trimmer
 from .connection import read_body
 
 MOST_NESTING: Final = 100  # levels of objects and arrays, far above what any schema has
 MOST_VALUES: Final = 1_000_000  # commas; a long prompt of token ids has some hundred thousand
 MOST_CONTAINERS: Final = 100_000  # objects and arrays, which cost most to build
+MOST_KEYS: Final = 200_000  # of all objects; one of a million would hold the interpreter 0.8 s
 INLINE_BYTES: Final = 65_536  # a shorter text is measured where it is, in under a millisecond
 _STEP: Final = 1 << 18  # bytes between two chances for other threads
-_STRUCTURE: Final = b'"[]{},'
+_STRUCTURE: Final = b'"[]{},:'
 _OTHERS: Final = bytes(set(range(256)) - set(_STRUCTURE))
 _LARGE: Final = 1 << 20  # a body of more bytes needs room among those in work
 _MOST_ARRIVING: Final = 4  # times the largest body that all large ones on their way may have
@@ -44,6 +46,7 @@ class Intake:
         self._arriving = _MOST_ARRIVING * most_bytes
         self._free = most_bytes
         self._changed = trio.Event()
+        self._trimmer = Trimmer()
 
     async def read(self, request: Request) -> bytes:
         """Return a request's body once it is known to be bounded in depth and number.
@@ -92,6 +95,7 @@ class Intake:
 
     def _give_back(self, size: int) -> None:
         self._free += size
+        self._trimmer.ask()
         self._changed.set()
         self._changed = trio.Event()
 
@@ -114,15 +118,16 @@ def check_json(raw: bytes, where: str = "") -> None:
     if len(raw) <= MOST_NESTING:
         return
     name, param = (where, where) if where else ("the body", None)
-    depth = values = containers = 0
+    depth = values = containers = keys = 0
     for structure in _outside_strings(raw):
         values += structure.count(b",")
         opened = structure.count(b"[") + structure.count(b"{")
         containers += opened
-        if values > MOST_VALUES or containers > MOST_CONTAINERS:
+        keys += structure.count(b":")
+        if values > MOST_VALUES or containers > MOST_CONTAINERS or keys > MOST_KEYS:
             raise CallerError(
-                f"{name} holds more than {MOST_VALUES} values or {MOST_CONTAINERS} objects and "
-                "arrays",
+                f"{name} holds more than {MOST_VALUES} values, {MOST_CONTAINERS} objects and "
+                f"arrays, or {MOST_KEYS} keys",
                 param=param,
             )
         if depth + opened <= MOST_NESTING:

@@ -13,7 +13,9 @@ from ..actors.request import Broken
 from ..runtime.errors import BusyError, CallerError, OwnerDied, UnknownThing
 from ..runtime.log import logger
 from .anthropic.errors import error_reply
+from .conversation import at_length
 from .fields import Refused, check_fields
+from .intake import INLINE_BYTES
 from .replies import ErrorBody, ErrorReply
 
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -65,6 +67,11 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise CallerError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise CallerError("the body is nested too deeply") from None
+
+
+async def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Decode a request body, a long one off the event loop; see `decode`."""
+    return await at_length(lambda: decode(decoder, body), len(body) > INLINE_BYTES)
 
 
 def _known(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:

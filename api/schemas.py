@@ -20,6 +20,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
+Stop = Annotated[str, Meta(max_length=1024)]
+Stops = Annotated[list[Stop], Meta(max_length=64)]
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -217,7 +219,7 @@ class SamplingFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Choices | None = None
-    stop: str | Annotated[list[str], Meta(max_length=64)] | None = None
+    stop: Stop | Stops | None = None
     seed: int | None = None  # 64 bits, signed or not; checked in translate.py
     temperature: Temperature | None = None
     top_p: Fraction | None = None

@@ -8,7 +8,7 @@ from quart import Response
 from ..actors.house import House
 from ..runtime.errors import CallerError
 from .conversation import Setting, at_length, described, encode_chat, is_long
-from .problems import decode, reply
+from .problems import decoded, reply
 from .replies import DetokenizeReply, TokenizeReply
 from .schemas import DetokenizeRequest, TokenizeRequest
 
@@ -19,7 +19,7 @@ _INLINE_TOKENS: Final = 4_096
 
 async def tokenize(house: House, raw: bytes) -> Response:
     """Return the tokens of a raw prompt or of a conversation."""
-    body: TokenizeRequest = decode(_TOKENIZE, raw)
+    body: TokenizeRequest = await decoded(_TOKENIZE, raw)
     if (body.prompt is None) == (body.messages is None):
         raise CallerError("give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -36,7 +36,7 @@ async def tokenize(house: House, raw: bytes) -> Response:
 
 async def detokenize(house: House, raw: bytes) -> Response:
     """Return the text of some tokens."""
-    body: DetokenizeRequest = decode(_DETOKENIZE, raw)
+    body: DetokenizeRequest = await decoded(_DETOKENIZE, raw)
     most = max(body.tokens, default=0)
     if most >= house.served.vocab_size:
         at = body.tokens.index(most)

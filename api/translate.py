@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ from .schemas import ChatRequest, CompletionRequest, SamplingFields
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 PRIORITY_HEADER: Final = "X-Paceline-Priority"
 _MAX_ROWS: Final = 128
+_MOST_DIGITS: Final = 10  # of a token's id
 _AS_IT_IS: Final = Manner(behind=True)
 # What rendering a prompt sets itself.
 _OWN_OPTIONS: Final = frozenset(
@@ -110,7 +112,10 @@ async def chat_order(
     elif body.top_logprobs:
         raise CallerError("top_logprobs needs logprobs: true", param="top_logprobs")
     asked = body.max_completion_tokens or body.max_tokens or args.default_max_tokens or None
-    return _order(
+    grammar = await _compiled(text, form.source, thinking)
+    manner = msgspec.structs.replace(form.manner, thinking=prompt.thought == "begun", behind=go_on)
+    make = partial(
+        _order,
         body,
         request_id,
         [tuple(prompt.tokens)],
@@ -120,11 +125,10 @@ async def chat_order(
         asked=asked,
         alternatives=alternatives,
         prompt_param=where,
-        grammar=await _compiled(text, form.source, thinking),
-        manner=msgspec.structs.replace(
-            form.manner, thinking=prompt.thought == "begun", behind=go_on
-        ),
+        grammar=grammar,
+        manner=manner,
     )
+    return await at_length(make, is_long(body.logit_bias))
 
 
 async def chat_prompt(
@@ -175,7 +179,9 @@ async def completion_order(
     echo = bool(body.echo)
     if asked == 0 and not echo:
         raise CallerError("max_tokens must be at least 1 unless echo is true", param="max_tokens")
-    return _order(
+    grammar = await _compiled(text, source)
+    make = partial(
+        _order,
         body,
         request_id,
         prompts,
@@ -188,8 +194,9 @@ async def completion_order(
         echo=echo,
         drop_completion=asked == 0,
         best_of=best_of,
-        grammar=await _compiled(text, source),
+        grammar=grammar,
     )
+    return await at_length(make, is_long(body.logit_bias))
 
 
 def _order(
@@ -285,10 +292,11 @@ def _seed(asked: int | None) -> int:
 def _sampling(body: SamplingFields, alternatives: int | None, vocab_size: int) -> Sampling:
     bias = []
     for key, value in (body.logit_bias or {}).items():
-        token = int(key) if key.isascii() and key.isdigit() else -1
+        known = len(key) <= _MOST_DIGITS and key.isascii() and key.isdigit()
+        token = int(key) if known else -1
         if not 0 <= token < vocab_size:
             raise CallerError(
-                f"logit_bias: {key!r} is not a token id below {vocab_size}", param="logit_bias"
+                f"logit_bias: {key[:80]!r} is not a token id below {vocab_size}", param="logit_bias"
             )
         if not -100 <= value <= 100:
             raise CallerError(

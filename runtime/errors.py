@@ -47,9 +47,25 @@ class ContextOverflow(CallerError):
 
     Args:
         exact: Whether the prompt's tokens were counted; else it has more than so many.
+        only_counted: Whether `context` is how far anything is counted, and no model's window.
     """
 
-    def __init__(self, prompt_tokens: int, context: int, *, param: str, exact: bool = True) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        context: int,
+        *,
+        param: str,
+        exact: bool = True,
+        only_counted: bool = False,
+    ) -> None:
+        if only_counted:
+            super().__init__(
+                f"{param}: texts of more than {context} tokens are not counted; send a shorter one",
+                param=param,
+                code="context_length_exceeded",
+            )
+            return
         count = str(prompt_tokens) if exact else f"more than {prompt_tokens}"
         super().__init__(
             f"This model's maximum context length is {context} tokens, but the prompt has "

@@ -44,6 +44,18 @@ class ChatPrompt(NamedTuple):
     thought: Thought
 
 
+class _Room(NamedTuple):
+    """How many tokens a text may have, and whether that is only how far texts are counted."""
+
+    most: int
+    only_counted: bool
+
+    def overflow(self, found: int, where: str) -> ContextOverflow:
+        """Return the error for a text that has more than so many tokens."""
+        only = self.only_counted
+        return ContextOverflow(found, self.most, param=where, exact=False, only_counted=only)
+
+
 class Text:
     """The tokenizer of one model.
 
@@ -73,6 +85,7 @@ class Text:
         self._control = ControlTokens(marked, self._special)
         self._templates: dict[str, str] = {}
         self._pieces = Pieces(marked)
+        self._lengths = Lengths(json.loads(marked.to_str()))
         self._most_counted = max(context, MOST_COUNTED)
         self.vocab_size = len(self._pieces)
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
@@ -85,10 +98,6 @@ class Text:
         """What compiles grammars for this tokenizer."""
         tokens = [self.token_bytes(token) for token in range(self.vocab_size)]
         return Grammars(self._marked.to_str(), tokens, self._special, self.end_ids)
-
-    @cached_property
-    def _lengths(self) -> Lengths:
-        return Lengths(json.loads(self._marked.to_str()))
 
     def encode(
         self, text: str, *, add_special: bool = True, most: int | None = None, where: str = "prompt"
@@ -103,9 +112,9 @@ class Text:
         Raises:
             ContextOverflow: When the text is longer, found before most of the work on it.
         """
-        most = self._most_counted if most is None else most
-        self._measure(text, 0, most, where)
-        return self._encoded(self._marked, text, most, where, add_special)
+        room = self._room(most)
+        self._measure(text, 0, room, where)
+        return self._encoded(self._marked, text, room, where, add_special)
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
@@ -143,18 +152,18 @@ class Text:
         if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             messages = in_words(self.dialect, list(messages), tools)
         said = Said(list(messages), tools, options or {})
-        most = self._most_counted if most is None else most
+        room = self._room(most)
 
         def render(said: Said) -> str:
             rendered = self._render_somehow(said, go_on)
-            self._measure(rendered, rendered.count(self._control.opening), most, where)
+            self._measure(rendered, rendered.count(self._control.opening), room, where)
             return rendered
 
         try:
             rendered = self._control.settled(render(said), said, render)
         except RecursionError:
             raise CallerError(f"{where} or tools are nested too deeply", param=where) from None
-        tokens = self._encoded(self._control.tokenizer, rendered, most, where)
+        tokens = self._encoded(self._control.tokenizer, rendered, room, where)
         end = self._control.named(rendered[-_TAIL:])
         thought: Thought = "over" if go_on else self.dialect.thought_at(end)
         if lead and thought != "begun":
@@ -162,33 +171,36 @@ class Text:
             thought = "over"
         return ChatPrompt(tokens, thought)
 
-    def _measure(self, text: str, marks: int, most: int, where: str) -> None:
+    def _room(self, most: int | None) -> _Room:
+        return _Room(self._most_counted, True) if most is None else _Room(most, False)
+
+    def _measure(self, text: str, marks: int, room: _Room, where: str) -> None:
         """Refuse a text that cannot fit, by its bytes alone.
 
         Args:
             marks: How many marks of control tokens are in it, each a token.
         """
-        if len(text) <= most:
+        if len(text) <= room.most:
             return
         spare = marks * self._control.size
-        least = self._lengths.least(text, most + spare) - spare + marks
-        if least > most:
-            raise ContextOverflow(least, most, param=where, exact=False)
+        least = self._lengths.least(text, room.most + spare) - spare + marks
+        if least > room.most:
+            raise room.overflow(least, where)
 
     def _encoded(
-        self, tokenizer: Tokenizer, text: str, most: int, where: str, add_special: bool = False
+        self, tokenizer: Tokenizer, text: str, room: _Room, where: str, add_special: bool = False
     ) -> list[int]:
         """Encode a text while other threads run; only batches let the interpreter go.
 
         What looks too long is measured piece by piece first, so that memory stays bounded.
         Cutting changes a few tokens at each border, hence the factor.
         """
-        if len(text) > _PIECE and len(text) > _WIDE * most:
+        if len(text) > _PIECE and len(text) > _WIDE * room.most:
             count = 0
             for at in range(0, len(text), _PIECE):
                 count += len(_ids(tokenizer, text[at : at + _PIECE], where))
-                if count > 2 * most:
-                    raise ContextOverflow(count // 2, most, param=where, exact=False)
+                if count > 2 * room.most:
+                    raise room.overflow(count // 2, where)
         return _ids(tokenizer, text, where, add_special)
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -26,6 +26,7 @@ from ..schemas import (
     NamedToolChoice,
     Positive,
     SamplingFields,
+    Stops,
     SystemMessage,
     TextPart,
     Tool,
@@ -141,7 +142,7 @@ class CountRequest(SamplingFields, kw_only=True):
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # extension
-    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
+    stop_sequences: Stops | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):

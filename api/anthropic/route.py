@@ -12,8 +12,10 @@ from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError
 from ...runtime.parts import Call
 from ..answers import answer, paceline_of, usage_of
+from ..conversation import at_length
+from ..intake import INLINE_BYTES, check_json
 from ..models import check_model
-from ..problems import broken_status, decode, new_request_id, renamed, reply, shortened
+from ..problems import broken_status, decoded, new_request_id, renamed, reply, shortened
 from ..shape import Collected, Shape
 from ..translate import chat_order, chat_prompt
 from .bodies import FIELDS, CountRequest, MessagesRequest, understood
@@ -47,9 +49,11 @@ _PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 async def create_message(house: House, raw: bytes, priority: str | None) -> Response:
     """Serve one message, streamed or whole; see `chat_completions`."""
-    body: MessagesRequest = decode(_DECODER, raw)
+    body: MessagesRequest = await decoded(_DECODER, raw)
+    long = len(raw) > INLINE_BYTES
+    del raw  # not kept while the answer is made
     check_model(house, body.model)
-    chat, go_on = understood(body)
+    chat, go_on = await at_length(lambda: understood(body), long)
     try:
         order = await chat_order(
             chat,
@@ -67,9 +71,9 @@ async def create_message(house: House, raw: bytes, priority: str | None) -> Resp
 
 async def count_tokens(house: House, raw: bytes) -> Response:
     """Return the tokens of a prompt that is not run."""
-    body: CountRequest = decode(_COUNT_DECODER, raw)
+    body: CountRequest = await decoded(_COUNT_DECODER, raw)
     check_model(house, body.model)
-    chat, go_on = understood(body)
+    chat, go_on = await at_length(lambda: understood(body), len(raw) > INLINE_BYTES)
     try:
         _, prompt = await chat_prompt(chat, house.text, go_on=go_on)
     except CallerError as error:
@@ -191,8 +195,10 @@ class MessageShape(Shape):
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's input as an object; what a cut-off call has of it is none."""
+    """Return a call's input as an object; of a call cut off or nested too deeply it is none."""
+    raw = arguments.encode("utf-8", "replace")
     try:
-        return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+        check_json(raw)
+        return msgspec.json.decode(raw)
+    except (CallerError, msgspec.DecodeError):
         return {}

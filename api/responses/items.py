@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, assert_never
 import msgspec
 from msgspec import Struct
 
+from ..intake import check_json
 from ..problems import explained
 from ..schemas import (
     AssistantMessage,
@@ -121,13 +122,14 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
     """
     messages: list[Message] = []
     thoughts: list[str] = []
+    thought_of: dict[int, list[str]] = {}  # what each message of the assistant has of them
     for at, raw in enumerate(given):
         where = f"input[{at}]"
         item: Item = converted({**raw, "type": kind_of(raw)}, Item, where)
         match item:
             case MessageItem("assistant", content):
                 messages.append(AssistantMessage(_parts(content)))
-                _take(messages[-1], thoughts)
+                _take(thought_of, messages, thoughts)
             case MessageItem("user", content):
                 thoughts.clear()
                 messages.append(UserMessage(_parts(content)))
@@ -140,9 +142,10 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
                     messages.append(AssistantMessage())
                 last = messages[-1]
                 assert isinstance(last, AssistantMessage)
-                call = ToolCall(call_id, FunctionCall(name, arguments))
-                last.tool_calls = [*(last.tool_calls or []), call]
-                _take(last, thoughts)
+                check_json(arguments.encode("utf-8", "replace"), f"{where}.arguments")
+                last.tool_calls = last.tool_calls or []
+                last.tool_calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
+                _take(thought_of, messages, thoughts)
             case FunctionOutputItem(call_id, output):
                 messages.append(ToolMessage(_parts(output), call_id))
             case ReasoningItem(content, summary):
@@ -151,6 +154,10 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
                 raise AssertionError("a role of no known name does not decode")
             case _:
                 assert_never(item)
+    for at, taken in thought_of.items():
+        message = messages[at]
+        assert isinstance(message, AssistantMessage)
+        message.reasoning_content = "\n".join(filter(None, taken)) or None
     return messages
 
 
@@ -182,11 +189,11 @@ def _listed(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     return item if kind == "reasoning" else {"status": "completed", **item}
 
 
-def _take(message: Message, thoughts: list[str]) -> None:
-    """Let an assistant's message have the thoughts that stand before it."""
-    assert isinstance(message, AssistantMessage)
-    had = [message.reasoning_content] if message.reasoning_content else []
-    message.reasoning_content = "\n".join([*had, *filter(None, thoughts)]) or None
+def _take(
+    thought_of: dict[int, list[str]], messages: Sequence[Message], thoughts: list[str]
+) -> None:
+    """Let the last message, the assistant's, have the thoughts that stand before it."""
+    thought_of.setdefault(len(messages) - 1, []).extend(thoughts)
     thoughts.clear()
 
 

@@ -9,8 +9,10 @@ from quart import Response
 from ...actors.house import House
 from ...runtime.errors import CallerError
 from ..answers import answer
+from ..conversation import at_length
+from ..intake import INLINE_BYTES
 from ..models import check_model
-from ..problems import decode, new_request_id, problem, renamed, reply
+from ..problems import decoded, new_request_id, problem, renamed, reply
 from ..sse import event_bytes, event_stream
 from ..translate import chat_order, chat_prompt
 from .bodies import FIELDS, InputTokensRequest, ResponsesRequest, understood
@@ -31,10 +33,13 @@ async def create_response(
     house: House, store: ResponseStore, raw: bytes, priority: str | None
 ) -> Response:
     """Serve one response, streamed or whole; see `chat_completions`."""
-    body: ResponsesRequest = decode(_DECODER, raw)
+    body: ResponsesRequest = await decoded(_DECODER, raw)
+    long = len(raw) > INLINE_BYTES
+    del raw  # not kept while the answer is made
     check_model(house, body.model)
     items = store.resolved(body.input)
-    asked = understood(body, items, store.history(body.previous_response_id))
+    history = store.history(body.previous_response_id)
+    asked = await at_length(lambda: understood(body, items, history), long)
     try:
         order = await chat_order(
             asked.chat,
@@ -53,10 +58,11 @@ async def create_response(
 
 async def count_input(house: House, store: ResponseStore, raw: bytes) -> Response:
     """Return the tokens of an input that is not answered."""
-    body: InputTokensRequest = decode(_COUNT_DECODER, raw)
+    body: InputTokensRequest = await decoded(_COUNT_DECODER, raw)
     check_model(house, body.model)
     history = store.history(body.previous_response_id)
-    asked = understood(body, store.resolved(body.input), history)
+    items = store.resolved(body.input)
+    asked = await at_length(lambda: understood(body, items, history), len(raw) > INLINE_BYTES)
     try:
         _, prompt = await chat_prompt(asked.chat, house.text, where="input")
     except CallerError as error:

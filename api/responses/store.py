@@ -113,12 +113,13 @@ class ResponseStore:
         """Return an input as items, with the kept ones in place of references to them.
 
         Raises:
-            CallerError: When an item that is referred to is not kept.
+            CallerError: When an item that is referred to is not kept, or is referred to twice.
         """
         if isinstance(given, str):
             return [{"type": "message", "role": "user", "content": given}]
+        opened: dict[str, dict[Any, dict[str, Any]]] = {}  # each kept response is decoded once
         return [
-            self._item(str(item.get("id")), f"input[{at}].id")
+            self._item(str(item.get("id")), f"input[{at}].id", opened)
             if kind_of(item) == "item_reference"
             else item
             for at, item in enumerate(given)
@@ -156,7 +157,9 @@ class ResponseStore:
             if self._home.get(item_id) == response_id:
                 del self._home[item_id]
 
-    def _item(self, item_id: str, where: str) -> dict[str, Any]:
+    def _item(
+        self, item_id: str, where: str, opened: dict[str, dict[Any, dict[str, Any]]]
+    ) -> dict[str, Any]:
         home = self._home.get(item_id)
         if home is None:
             raise CallerError(
@@ -164,4 +167,11 @@ class ResponseStore:
                 param=where,
                 code="item_not_found",
             )
-        return next(item for item in self.get(home).all_items() if item["id"] == item_id)
+        if home not in opened:
+            opened[home] = {item["id"]: item for item in self.get(home).all_items()}
+        if item_id not in opened[home]:  # a short reference must not stand for any number of texts
+            raise CallerError(
+                f"{where}: item {item_id[:80]!r} stands in the input already; refer to it once",
+                param=where,
+            )
+        return opened[home].pop(item_id)

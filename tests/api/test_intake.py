@@ -50,7 +50,7 @@ _DEEP: list[tuple[str, Callable[[int], Any], str | None]] = [
     ("/v1/completions", lambda n: {"prompt": "a", "guided_json": _deep(n)}, None),
     ("/v1/tokenize", lambda n: {"messages": _ASK, "tools": [_tool(_deep(n))]}, None),
     ("/v1/responses", lambda n: {"input": "a", "metadata": {"a": _deep(n)}}, None),
-    ("/v1/responses", lambda n: {"input": _items(_arrays(n))}, "input[1].tool_calls[0]"),
+    ("/v1/responses", lambda n: {"input": _items(_arrays(n))}, "input[2].arguments"),
     ("/v1/messages", lambda n: {"max_tokens": 1, "messages": _used(_deep(n))}, None),
     ("/v1/messages/count_tokens", lambda n: {"messages": _used(_deep(n))}, None),
 ]
@@ -66,7 +66,8 @@ def _form(schema: Any) -> Any:
 
 def _items(arguments: str) -> Any:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
-    return [{"role": "user", "content": "a"}, call]
+    thought = {"type": "reasoning", "summary": []}
+    return [{"role": "user", "content": "a"}, thought, call]
 
 
 def _used(value: Any) -> Any:
