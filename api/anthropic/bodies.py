@@ -15,11 +15,8 @@ from ..known import Route
 from ..schemas import (
     AssistantMessage,
     ChatRequest,
-    Content,
-    FilePart,
     FunctionCall,
     FunctionTool,
-    ImagePart,
     JsonSchemaFormat,
     Message,
     NamedSchema,
@@ -28,7 +25,6 @@ from ..schemas import (
     SamplingFields,
     Stops,
     SystemMessage,
-    TextPart,
     Tool,
     ToolCall,
     ToolChoice,
@@ -265,14 +261,17 @@ def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
             blocks = turn.content
         match turn.role:
             case "system":
-                yield SystemMessage(_said(blocks))
+                yield SystemMessage(_said(blocks, where))
             case "assistant":
                 yield _assistant(blocks, where)
             case "user":
-                results = [block for block in blocks if isinstance(block, ToolResultBlock)]
-                yield from map(_result, results)
-                if len(results) < len(blocks) or not blocks:
-                    yield UserMessage(_said(blocks))
+                results = 0
+                for place, block in enumerate(blocks):
+                    if isinstance(block, ToolResultBlock):
+                        yield _result(block, f"{where}.content[{place}]")
+                        results += 1
+                if results < len(blocks) or not blocks:
+                    yield UserMessage(_said(blocks, where))
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> AssistantMessage:
@@ -287,28 +286,31 @@ def _assistant(blocks: Sequence[Block], where: str) -> AssistantMessage:
                 param = f"{where}.content[{at}]"
                 raise CallerError(f"{param}: results of tools are the user's", param=param)
     return AssistantMessage(
-        _said(blocks), tool_calls=calls or None, reasoning_content="".join(thoughts) or None
+        _said(blocks, where), tool_calls=calls or None, reasoning_content="".join(thoughts) or None
     )
 
 
-def _result(block: ToolResultBlock) -> ToolMessage:
+def _result(block: ToolResultBlock, where: str) -> ToolMessage:
     blocks = block.content or []
-    said = [TextBlock(blocks)] if isinstance(blocks, str) else blocks
-    content = _said([TextBlock("Error:"), *said] if block.is_error else said)
-    return ToolMessage(content, block.tool_use_id)
+    said = _said([TextBlock(blocks)] if isinstance(blocks, str) else blocks, where)
+    if block.is_error:
+        said = f"Error:\n{said}" if blocks else "Error:"
+    return ToolMessage(said, block.tool_use_id)
 
 
-def _said(blocks: Sequence[Block]) -> Content:
-    """Return text blocks as chat has them; images and documents are refused there."""
-    parts: list[Any] = []
-    for block in blocks:
+def _said(blocks: Sequence[Block], where: str) -> str:
+    """Return what text blocks say.
+
+    Raises:
+        CallerError: For an image or a document.
+    """
+    texts: list[str] = []
+    for at, block in enumerate(blocks):
         match block:
             case TextBlock(text):
-                parts.append(TextPart(text))
-            case ImageBlock():
-                parts.append(ImagePart())
-            case DocumentBlock():
-                parts.append(FilePart())
-    if all(isinstance(part, TextPart) for part in parts):
-        return "\n".join(part.text for part in parts)
-    return parts
+                texts.append(text)
+            case ImageBlock() | DocumentBlock():
+                param = f"{where}.content[{at}]"
+                kind = type(block).__struct_config__.tag
+                raise CallerError(f"{param}: a text model cannot take {kind!r} blocks", param=param)
+    return "\n".join(texts)

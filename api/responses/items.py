@@ -9,13 +9,13 @@ from typing import Any, Final, Literal, assert_never
 import msgspec
 from msgspec import Struct
 
+from ...runtime.errors import CallerError
 from ..intake import check_json
 from ..problems import explained
 from ..schemas import (
     AssistantMessage,
     DeveloperMessage,
     FunctionCall,
-    ImagePart,
     Message,
     SystemMessage,
     TextPart,
@@ -128,15 +128,15 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
         item: Item = converted({**raw, "type": kind_of(raw)}, Item, where)
         match item:
             case MessageItem("assistant", content):
-                messages.append(AssistantMessage(_parts(content)))
+                messages.append(AssistantMessage(_parts(content, f"{where}.content")))
                 _take(thought_of, messages, thoughts)
             case MessageItem("user", content):
                 thoughts.clear()
-                messages.append(UserMessage(_parts(content)))
+                messages.append(UserMessage(_parts(content, f"{where}.content")))
             case MessageItem("system", content):
-                messages.append(SystemMessage(_parts(content)))
+                messages.append(SystemMessage(_parts(content, f"{where}.content")))
             case MessageItem("developer", content):
-                messages.append(DeveloperMessage(_parts(content)))
+                messages.append(DeveloperMessage(_parts(content, f"{where}.content")))
             case FunctionCallItem(call_id, name, arguments):
                 if not messages or not isinstance(messages[-1], AssistantMessage):
                     messages.append(AssistantMessage())
@@ -147,7 +147,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
                 last.tool_calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
                 _take(thought_of, messages, thoughts)
             case FunctionOutputItem(call_id, output):
-                messages.append(ToolMessage(_parts(output), call_id))
+                messages.append(ToolMessage(_parts(output, f"{where}.output"), call_id))
             case ReasoningItem(content, summary):
                 thoughts.append(_plain(content or summary or []))
             case MessageItem():
@@ -209,12 +209,20 @@ def converted(raw: Any, kind: Any, where: str) -> Any:
         raise explained(error, where) from None
 
 
-def _parts(content: Content) -> str | list[Any]:
-    """Return content as chat has it; images and files are refused there, by their place."""
+def _parts(content: Content, where: str) -> str | list[Any]:
+    """Return content as chat has it.
+
+    Raises:
+        CallerError: For an image or a file.
+    """
     if isinstance(content, str):
         return content
-    kinds = {InputImage: ImagePart(), InputFile: ImagePart()}
-    return [kinds.get(type(p)) or TextPart(_plain([p])) for p in content]
+    for at, part in enumerate(content):
+        if isinstance(part, InputImage | InputFile):
+            param = f"{where}[{at}]"
+            kind = type(part).__struct_config__.tag
+            raise CallerError(f"{param}: a text model cannot take {kind!r} parts", param=param)
+    return [TextPart(_plain([part])) for part in content]
 
 
 def _plain(pieces: Sequence[Piece]) -> str:

@@ -1,6 +1,8 @@
 """Bodies are bounded before they are decoded: in depth, in number, and in bytes together."""
 
+import importlib
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.api.conftest import Serving
 
+from paceline.api import problems
+from paceline.api.anthropic.route import _input
 from paceline.api.conversation import is_long
-from paceline.api.intake import MOST_CONTAINERS, MOST_NESTING, MOST_VALUES, check_json
+from paceline.api.intake import (
+    INLINE_BYTES,
+    MOST_CONTAINERS,
+    MOST_KEYS,
+    MOST_NESTING,
+    MOST_VALUES,
+    check_json,
+)
 from paceline.runtime.errors import CallerError
 
 _LOCAL = {"Host": "localhost:8000", "Content-Type": "application/json"}
@@ -105,6 +116,13 @@ async def test_what_nests_too_deeply_is_the_callers_error(
     assert param is None or error["param"].startswith(param)
 
 
+@pytest.mark.parametrize("levels", [101, 990, 100_000])
+def test_a_call_of_the_models_own_that_nests_too_deeply_is_no_fault(levels: int) -> None:
+    """Its input is none, as that of a call that was cut off."""
+    assert _input('{"a":' + _arrays(levels) + "}") == {}
+    assert _input('{"a":' + _arrays(40) + "}") != {}
+
+
 async def test_what_nests_as_schemas_do_is_served(
     serving: Serving, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -154,6 +172,93 @@ def test_numbers_of_values_are_bounded(piece: bytes) -> None:
     check_json(b"[" + piece * (most - 2) + b"1]")
     with pytest.raises(CallerError, match="holds more than"):
         check_json(b"[" + piece * (most + 1) + b"1]")
+
+
+def test_numbers_of_keys_are_bounded() -> None:
+    """One object of a million keys holds the interpreter for most of a second."""
+    check_json(b"{" + b'"a":1,' * (MOST_KEYS - 1) + b'"a":1}')
+    check_json(b'["' + b":" * (2 * MOST_KEYS) + b'"]')
+    with pytest.raises(CallerError, match="keys"):
+        check_json(b"{" + b'"a":1,' * MOST_KEYS + b'"a":1}')
+
+
+_TALK: Any = {"messages": _ASK}
+_BODIES: list[tuple[str, Any, str]] = [
+    (_CHAT, _TALK, "api.problems"),
+    ("/v1/completions", {"prompt": "a"}, "api.problems"),
+    ("/v1/tokenize", {"prompt": "a"}, "api.problems"),
+    ("/v1/detokenize", {"tokens": [1]}, "api.problems"),
+    ("/v1/responses", {"input": "a"}, "api.responses.route"),
+    ("/v1/responses/input_tokens", {"input": "a"}, "api.responses.route"),
+    ("/v1/messages", {**_TALK, "max_tokens": 1}, "api.anthropic.route"),
+    ("/v1/messages/count_tokens", _TALK, "api.anthropic.route"),
+]
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(("path", "body", "module"), _BODIES)
+async def test_long_bodies_are_worked_on_beside_the_event_loop(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Any,
+    module: str,
+    long: bool,
+) -> None:
+    """Decoding, the look at every field, and what a dialect makes of it."""
+    here = threading.get_ident()
+    inline: list[bool] = []
+
+    def watched(work: Any) -> Any:
+        def wrapper(*args: Any) -> Any:
+            inline.append(threading.get_ident() == here)
+            return work(*args)
+
+        return wrapper
+
+    monkeypatch.setattr(problems, "decode", watched(problems.decode))
+    if module != "api.problems":
+        route = importlib.import_module(f"paceline.{module}")
+        monkeypatch.setattr(route, "understood", watched(route.understood))
+    padding = {"some_extra": "x" * INLINE_BYTES} if long else {}
+    async with serving() as (client, _):
+        answer = await client.post(path, json={**body, **padding}, headers=_LOCAL)
+    assert answer.status_code == 200
+    assert inline == [not long] * (1 if module == "api.problems" else 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param"),
+    [
+        (_CHAT, "stop", "x" * 1025, "stop"),
+        (_CHAT, "stop", ["a", "x" * 1025], "stop[1]"),
+        (_CHAT, "stop", ["a"] * 65, "stop"),
+        ("/v1/completions", "stop", ["x" * 1_000_000] * 64, "stop[0]"),
+        ("/v1/messages", "stop_sequences", ["a", "b", "x" * 1025], "stop_sequences[2]"),
+        ("/v1/messages", "stop", "x" * 1025, "stop"),
+        ("/v1/responses", "stop", "x" * 1025, "stop"),
+        (_CHAT, "logit_bias", {"1" * 5_000: 1}, "logit_bias"),
+    ],
+)
+async def test_what_is_looked_at_with_every_token_is_bounded(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    path: str,
+    field: str,
+    value: Any,
+    param: str,
+) -> None:
+    """Stop strings in number and length; a token's id in digits."""
+    prompt = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    body = {**prompt.get(path, _TALK), field: value}
+    if path == "/v1/messages":
+        body["max_tokens"] = 1
+    async with serving() as (client, _):
+        answer = await client.post(path, json=body, headers=_LOCAL)
+        error = (await answer.get_json())["error"]
+    assert answer.status_code == 400
+    assert error["message"].startswith(f"{param}:")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.api.test_tools import _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
 from paceline.api.responses.items import messages_of
+from paceline.api.responses.store import Kept
 from paceline.api.schemas import AssistantMessage
 
 
@@ -43,6 +44,52 @@ async def test_an_item_can_be_referred_to(
     assert len(set(counts)) == 1
     assert (status, body["error"]["param"]) == (400, "input[0].id")
     assert len(json.dumps(body)) < 600
+
+
+async def test_an_item_is_referred_to_once(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few bytes stand for no more than one text, and what is kept is decoded once a request."""
+    decoded: list[bytes] = []
+    whole = Kept.all_items
+
+    def counted(kept: Kept) -> Any:
+        decoded.append(kept.reply)
+        return whole(kept)
+
+    monkeypatch.setattr(Kept, "all_items", counted)
+    given = [{"role": "user", "content": f"{n}"} for n in range(20)]
+    async with serving(says("ok")) as (client, _):
+        _, first = await ask(client, input=given)
+        _, page = await get(client, f"{first['id']}/input_items")
+        references = [{"type": "item_reference", "id": item["id"]} for item in page["data"]]
+        status, _ = await ask(client, input=references)
+        twice, body = await ask(client, input=[*references, references[3]])
+    assert status == 200
+    assert len(decoded) == 2
+    assert (twice, body["error"]["param"]) == (400, "input[20].id")
+
+
+@pytest.mark.parametrize("kind", ["input_image", "input_file"])
+@pytest.mark.parametrize("result", [False, True])
+async def test_an_image_is_named_by_the_item_it_stands_in(
+    serving: Serving, autojump_clock: trio.testing.MockClock, kind: str, result: bool
+) -> None:
+    """By its place in the input, whatever stands before it in the conversation."""
+    parts = [{"type": "input_text", "text": "a"}, {"type": kind}]
+    item: Any = {"role": "user", "content": parts}
+    if result:
+        item = {"type": "function_call_output", "call_id": "c", "output": parts}
+    thought = {"type": "reasoning", "summary": []}
+    async with serving(says("ok")) as (client, _):
+        _, first = await ask(client)
+        more = {"instructions": "be brief", "previous_response_id": first["id"]}
+        status, body = await ask(client, input=[thought, item], **more)
+    named = "input[1].output[1]" if result else "input[1].content[1]"
+    assert (status, body["error"]["param"]) == (400, named)
+    assert kind in body["error"]["message"]
 
 
 async def test_an_input_is_listed_in_pages(

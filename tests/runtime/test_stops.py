@@ -35,6 +35,25 @@ def test_nothing_of_a_possible_stop_is_shown_early() -> None:
     assert matcher.flush() == "EN"
 
 
+@given(st.lists(st.one_of(_TEXT, st.none()), max_size=8), _STOPS)
+def test_no_more_is_held_back_than_may_become_a_stop(
+    pieces: list[str | None], stops: list[str]
+) -> None:
+    """After each piece the longest end that begins a stop is held; None shows all that is held."""
+    matcher = StopMatcher(stops)
+    held = ""
+    for piece in pieces:
+        shown = matcher.flush() if piece is None else matcher.push(piece)
+        held += piece or ""
+        if matcher.matched is not None:
+            return
+        ends = [held[at:] for at in range(len(held))]
+        left = next((e for e in ends if any(stop.startswith(e) for stop in stops)), "")
+        left = "" if piece is None else left
+        assert shown == held[: len(held) - len(left)]
+        held = left
+
+
 def test_no_stops_hold_nothing_back() -> None:
     """Without stop strings text passes straight through."""
     matcher = StopMatcher([])

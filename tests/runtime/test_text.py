@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.runtime import text as text_module
 from paceline.runtime.errors import CallerError, ContextOverflow
+from paceline.runtime.model import find_model
 from paceline.runtime.text import Detokenizer, Text
 
 # The vocabulary lacks a few control characters and the bytes F1 and up of rare planes.
@@ -87,6 +88,37 @@ def test_a_template_that_refuses_is_the_callers_error(text: Text) -> None:
 
 
 _ASK = [{"role": "user", "content": "q" * 400_000}]
+_LONGER = [{"role": "user", "content": "q" * 30_000_000}]
+
+
+@pytest.mark.parametrize(
+    ("work", "said", "unsaid"),
+    [
+        (lambda text: text.chat(_LONGER), "messages: texts of more than 262144", "context length"),
+        (lambda text: text.encode("# \n" * 800_000), "prompt: texts of more than 262144", "model"),
+        (lambda text: text.chat(_ASK, most=64), "context length is 64", "not counted"),
+    ],
+)
+def test_a_bound_of_counting_is_not_called_the_models(
+    text: Text, work: Callable[[Text], object], said: str, unsaid: str
+) -> None:
+    """What is only counted is bounded as well, which says nothing of the model's window."""
+    with pytest.raises(ContextOverflow) as error:
+        work(text)
+    assert said in error.value.message
+    assert unsaid not in error.value.message
+
+
+def test_a_long_text_builds_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of lengths is there when the model is; the first long request waits for nothing."""
+    loaded = Text(find_model("starter"))
+
+    def never(*_: object) -> None:
+        raise AssertionError("built at a request")
+
+    monkeypatch.setattr(text_module, "Lengths", never)
+    with pytest.raises(ContextOverflow):
+        loaded.encode("q" * 400_000, most=64)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +127,7 @@ _ASK = [{"role": "user", "content": "q" * 400_000}]
         lambda text: text.encode("q" * 400_000, most=64),
         lambda text: text.chat(_ASK, most=64, where="input"),
         lambda text: text.encode("q" * 30_000_000),
+        lambda text: text.chat(_LONGER),
     ],
 )
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
