@@ -330,10 +330,9 @@ class Core:
             if cohort.rows == rows and cohort.lane == steps.lane:
                 return cohort
         for old in list(self._cohorts):
-            if old.rows == rows:
-                continue  # on another lane, and the two are tried in turns: both last
             if not self._policy.keeps_cohorts or set(old.rows) & set(rows):
-                self._dissolve(old, "rows changed", now)
+                reason = "lane changed" if old.rows == rows else "rows changed"
+                self._dissolve(old, reason, now)
         self._sealed += 1
         cohort = Cohort(f"cohort-{self._sealed}", rows, steps.geometry, steps.lane, now)
         self._cohorts.append(cohort)

@@ -73,17 +73,30 @@ class _Alternating(Depths):
         return Steps(lane, geometry, (1,))
 
 
-def test_lanes_that_take_turns_are_two_cohorts_and_not_two_lines_a_token() -> None:
-    """Each pair of rows and lane is sealed once, and both end with the row."""
+def test_lanes_that_take_turns_are_a_cohort_each_time_and_not_two_lines_a_token() -> None:
+    """Every change of lane seals a cohort and says why; the log stays bounded by its time."""
     core = Core(make_policy(Mode.HYPER, PRESETS[Preset.SOLO], 0.5, TILE), _Alternating("mtp", 1))
-    core.feed(Admit(Lease("a", 1), "a", row_context(1, 41), 100, 0.0), 0.0)
+    core.feed(Admit(Lease("a", 1), "a", row_context(1, 1001), 1001, 0.0), 0.0)
     core.next_plan(0.0)
     notes = [*core.apply(Outcome(read=RowDelta("a", (1000,)), read_tokens=1), 0.0).notes]
-    for token in range(40):
-        core.next_plan(0.0)
-        notes += core.apply(Outcome(steps=(RowDelta("a", (1001 + token,)),)), 0.0).notes
+    written = _Log()
+    log = CohortLog(written)
+    tokens, token_s = 1000, 0.01
+    for token in range(tokens):
+        now = token * token_s
+        core.next_plan(now)
+        turn = core.apply(Outcome(steps=(RowDelta("a", (1001 + token,)),)), now)
+        for note in turn.notes:
+            log.note(note, now)
+        log.sum_up(now, not turn.active_rows)
+        notes += turn.notes
     sealed = [note for note in notes if isinstance(note, CohortSealed)]
     ended = [note for note in notes if isinstance(note, CohortDissolved)]
-    assert {note.lane for note in sealed} == {"mtp-b1", "hyper-b8"}
-    assert len(sealed) == len(ended) == 2
-    assert [note.steps for note in ended] == [20, 20]
+    assert [note.lane for note in sealed] == ["hyper-b8", "mtp-b1"] * (tokens // 2)
+    assert [note.cohort_id for note in sealed] == [note.cohort_id for note in ended]
+    assert [note.steps for note in ended] == [1] * tokens
+    assert {note.reason for note in ended[:-1]} == {"lane changed"}
+    seconds = tokens * token_s
+    assert len(written.lines) <= 2 * (AT_ONCE + seconds * PER_SECOND) + seconds + 1
+    logged = [e["steps"] for e in written.lines if "steps" in e]
+    assert sum(logged) == tokens
