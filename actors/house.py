@@ -28,7 +28,6 @@ from .messages import OwnerMessage, Turn
 from .owner import ModelOwner
 from .policies import make_depths, make_policy
 from .request import Generation, RequestActor
-from .safe_log import SafeLog
 
 HEARTBEAT_SECONDS: Final = 5.0  # silence lasts twice that at most, less than clients wait
 _FLUSH_SECONDS = 1.0  # how long error events may take to leave at the end of a drain
@@ -111,7 +110,7 @@ class House:
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more, let open requests finish for a while, then end the rest."""
         self.draining = True
-        SafeLog().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
+        logger().info("server.draining", open_requests=len(self._actors), timeout_s=timeout_s)
         with trio.move_on_after(timeout_s):
             await self._all_done()
         for actor in list(self._actors):

@@ -13,6 +13,7 @@ import trio
 
 from ..runtime.context import RowContext
 from ..runtime.errors import BusyError, CallerError, ModelError, OwnerDied
+from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
 from ..runtime.thread import Device
@@ -30,7 +31,6 @@ from .messages import (
     RowMessage,
     Turn,
 )
-from .safe_log import SafeLog
 
 _FAREWELL_SECONDS = 1.0  # how long a dead owner waits for its last errors to reach clients
 
@@ -65,7 +65,7 @@ class ModelOwner:
         self._device = device
         self._meter = meter
         self._stall_s = stall_s
-        self._log = SafeLog(mode=mode)
+        self._log = logger().bind(mode=mode)
         self._cohorts = CohortLog(self._log)
         self._places = places
         self._room = places + max_queue

@@ -14,13 +14,13 @@ import msgspec
 import trio
 
 from ..runtime.context import RowContext
+from ..runtime.log import logger
 from ..runtime.meter import Meter
 from ..runtime.modes import Priority
 from ..runtime.parts import Manner
 from ..runtime.text import Text
 from .messages import Admitted, Failed, Lease, Tokens
 from .owner import ModelOwner
-from .safe_log import SafeLog
 from .speech import CREDITS, Ended, Piece, Speech
 
 PIECES: Final = 16  # pieces a row may have waiting for its reader
@@ -129,7 +129,7 @@ class RequestActor:
         self._accepted = 0
         self._queue_wait_s: float | None = None
         self._first_token_s: float | None = None
-        self._log = SafeLog(request_id=generation.request_id, mode=mode)
+        self._log = logger().bind(request_id=generation.request_id, mode=mode)
         self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
         self.outcome: Outcome | None = None
         self._quiet = False

@@ -1,9 +1,11 @@
 """Structured logs: one JSON object a line, or a readable line when a person is watching.
 
 A line is made, with its time, where it is logged; a thread writes it (runtime/writer.py). No
-field, however odd, and no reader of the log can make logging raise or wait.
+field, however odd, and no reader of the log can make logging raise or wait. What a program around
+this one makes of structlog for itself changes nothing here, nor the other way round.
 """
 
+import contextlib
 import io
 import logging
 import sys
@@ -38,6 +40,8 @@ class _Outputs:
         self.before = 0  # lines that replaced writers dropped
         self.pretty = False
         self.real: TextIO | None = None  # standard error, while `capture` stands in for it
+        self.processors: list[Any] = []
+        self.logger: type[Any] | None = None
 
     def line(self, text: str) -> None:
         """Write one line of the log."""
@@ -61,7 +65,7 @@ _OUT: Final = _Outputs()
 
 
 def configure(level: str, style: str, stream: TextIO | None = None) -> None:
-    """Set up structlog for the process.
+    """Set up what is logged from here on, and where it goes.
 
     Args:
         style: "json", "pretty", or "auto" for pretty on a terminal and JSON elsewhere.
@@ -84,12 +88,8 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
             ),
             lambda _, __, line: line[:_LONGEST],
         ]
-    structlog.configure(
-        processors=[*shared, *tail],
-        wrapper_class=_never_raising(_LEVELS[level]),
-        logger_factory=lambda *_: _OUT,
-        cache_logger_on_first_use=False,
-    )
+    _OUT.processors = [*shared, *tail]
+    _OUT.logger = _never_raising(_LEVELS[level])
     _OUT.replace(out, _lost_plainly if pretty else _lost)
     _OUT.pretty = pretty
     logging.captureWarnings(True)
@@ -110,8 +110,11 @@ def capture() -> None:
 
 
 def logger() -> Any:
-    """Return the process's logger; bind ids with `structlog.contextvars.bound_contextvars`."""
-    return structlog.get_logger()
+    """Return a logger that neither raises nor waits; `bind` gives it fixed fields."""
+    if _OUT.logger is None:  # a program of one's own that has not called `configure`
+        configure("info", "auto")
+    assert _OUT.logger is not None
+    return _OUT.logger(_OUT, _OUT.processors, {})
 
 
 def say(text: str) -> None:
@@ -202,8 +205,9 @@ def _never_raising(level: int) -> type[Any]:
             try:
                 super()._proxy_to_logger(level, *event, **fields)
             except Exception as error:
-                held = {**self._context, **fields, "log_error": error}
-                _OUT.line(_bare(event[0] if event else "", level, held))
+                with contextlib.suppress(Exception):  # no memory left, for that either
+                    held = {**self._context, **fields, "log_error": error}
+                    _OUT.line(_bare(event[0] if event else "", level, held))
 
     return Logger
 

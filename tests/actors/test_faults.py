@@ -1,6 +1,8 @@
 """Faults around the owner: nothing leaves a lease open, and nothing ends trio's own loop."""
 
+import io
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,33 +17,33 @@ from paceline.actors.messages import OwnerMessage, Turn
 from paceline.actors.request import Broken, Finished, Generation, RequestActor
 from paceline.api.status import StatusPage
 from paceline.lanes.geometry import GEOMETRIES, lane_name
+from paceline.runtime import log
 from paceline.runtime.errors import BusyError, OwnerDied
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
 from paceline.runtime.thread import DeviceThread, Pulse
 
 
-class _DeadLog:
-    """What writes log lines, once nobody reads them any more."""
-
-    def __getattr__(self, name: str) -> Any:
-        def fail(*_: Any, **__: Any) -> None:
-            raise BrokenPipeError(32, "Broken pipe")
-
-        return fail
+def _broken(*_: Any, **__: Any) -> Any:
+    raise BrokenPipeError(32, "Broken pipe")
 
 
-@pytest.fixture
-def dead_log() -> Any:
-    """Make every log line raise."""
+@pytest.fixture(params=["a processor", "what takes lines", "structlog as somebody set it up"])
+def dead_log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every log line raise on its way."""
     before = structlog.get_config()
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(10),
-        logger_factory=_DeadLog,
-        processors=[lambda *_: "line"],
-    )
+    log.configure("debug", "json", io.StringIO())
+    if request.param == "a processor":
+        monkeypatch.setattr(log._OUT, "processors", [_broken])
+    elif request.param == "what takes lines":
+        monkeypatch.setattr(log._OUT, "line", _broken)
+        monkeypatch.setattr(log._OUT, "info", _broken)
+    else:
+        structlog.configure(processors=[_broken], wrapper_class=_broken)
     yield
+    monkeypatch.undo()
     structlog.configure(**before)
+    log.configure("error", "json")
 
 
 def _start(place: Stand, name: str, budget: int) -> RequestActor:
