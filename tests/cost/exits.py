@@ -1,9 +1,11 @@
 """Start a server and end it at a random moment, many times, beside a core that is kept busy.
 
-    python -m tests.cost.exits --mode ar_batch --times 50
+    python -m tests.cost.exits --mode ar_batch --times 50 [--model tiny]
 
 Moments: loading (from the first handler on), idle, and with 1 and 3 open streams. Prints a table of
-moments, exit statuses and the slowest exit, and ends with 1 when any status was not 0.
+moments, exit statuses and the slowest exit, and ends with 1 when any status was not 0. `tiny` is a
+model of random weights with a head, the starter's tokenizer and the same native threads, for a
+machine on which the starter takes minutes to load.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import collections
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from paceline.runtime import blas, shutdown
+
 MOMENTS = ("loading", "idle", "1 stream", "3 streams")
 DRAIN_S = 1.0
 _UP = re.compile(r"at (http://\S+)/v1")
@@ -30,6 +35,7 @@ def main() -> None:
     """Run as many times as asked, the moments in turn, and print what came of it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="ar_batch")
+    parser.add_argument("--model", default="starter", help="as for serve, or tiny")
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--moments", default=",".join(MOMENTS))
@@ -41,23 +47,44 @@ def main() -> None:
     slowest = dict.fromkeys(moments, 0.0)
     load_s = 10.0
     with ExitStack() as stack:
+        model = args.model
+        if model == "tiny":
+            model = _tiny(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         if not args.quiet_machine:
             busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(busy.kill)
         for number in range(args.times):
             moment = moments[number % len(moments)]
-            status, seconds, load_s = _once(args.mode, moment, chance, load_s)
+            status, seconds, load_s = _once(args.mode, model, moment, chance, load_s)
             statuses[moment][status] += 1
             slowest[moment] = max(slowest[moment], seconds)
             print(f"{number + 1}: {moment}: {status} after {seconds:.2f} s", flush=True)
-    print(f"\n{args.mode}\n{'moment':10} {'count':>5}  {'statuses':20} slowest exit")
+    print(f"\n{args.mode}, {args.model}\n{'moment':10} {'count':>5}  {'statuses':20} slowest exit")
     for moment in moments:
         seen = ", ".join(f"{status}: {n}" for status, n in sorted(statuses[moment].items()))
         print(f"{moment:10} {statuses[moment].total():5}  {seen:20} {slowest[moment]:.2f} s")
-    sys.exit(any(status for seen in statuses.values() for status in seen))
+    shutdown.leave(int(any(status for seen in statuses.values() for status in seen)))
 
 
-def _once(mode: str, moment: str, chance: random.Random, load_s: float) -> tuple[int, float, float]:
+def _tiny(folder: Path) -> str:
+    """Write a small checkpoint and return where."""
+    blas.preload()
+    from tests.lanes.test_heads import _saved
+    from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
+
+    from paceline.runtime.model import find_model
+
+    size = {"vocab_size": 49152, "max_position_embeddings": 8192}
+    net = tiny_llama(**size)
+    _saved(folder, net, {**LLAMA, **size}, tensors_of(tiny_head(net)))
+    for file in find_model("starter").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+def _once(
+    mode: str, model: str, moment: str, chance: random.Random, load_s: float
+) -> tuple[int, float, float]:
     """Return the exit status, how long the exit took, and how long a load takes as seen so far."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         log = Path(place, "log")
@@ -66,7 +93,7 @@ def _once(mode: str, moment: str, chance: random.Random, load_s: float) -> tuple
                 subprocess.Popen(
                     [
                         *(sys.executable, "-m", "paceline.api.cli.main", "serve", "--port", "0"),
-                        *("--scheduler-mode", mode, "--log-format", "json"),
+                        *("--model", model, "--scheduler-mode", mode, "--log-format", "json"),
                         *("--drain-timeout-s", str(DRAIN_S)),
                     ],
                     stdout=subprocess.PIPE,

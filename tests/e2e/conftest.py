@@ -1,19 +1,23 @@
 """A real server process on loopback, port 0, serving the starter model."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 _UP = re.compile(r"at (http://\S+)/v1")
-_START_SECONDS = 120
+_START_SECONDS = 600  # self-checks of every lane, on a machine that others keep busy
+_LOG_SECONDS = 60.0  # its thread writes when it gets to it
 
 
 class Server:
@@ -27,6 +31,17 @@ class Server:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    def events(self, until: Callable[[list[dict[str, Any]]], Any] = bool) -> list[dict[str, Any]]:
+        """Return what is logged, as soon as `until` holds for it."""
+        end = time.monotonic() + _LOG_SECONDS
+        while True:
+            whole = self.log.read_text().rpartition("\n")[0]  # the last line may be half written
+            events = [json.loads(line) for line in whole.splitlines()]
+            if until(events):
+                return events
+            assert time.monotonic() < end, f"never logged; the last lines:\n{whole[-2000:]}"
+            threading.Event().wait(0.02)
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 60) -> int:
         """Send a signal and return the exit status."""

@@ -45,15 +45,6 @@ def _health(server: Server) -> dict[str, Any]:
     return found
 
 
-def _events(server: Server) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in server.log.read_text().splitlines()]
-
-
-def _logged(server: Server, event: str, request_id: str) -> bool:
-    """Whether the log has it; its thread writes when it gets to it."""
-    return any(e["event"] == event and e.get("request_id") == request_id for e in _events(server))
-
-
 def _paceline(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "paceline.api.cli.main", *words],
@@ -135,8 +126,7 @@ def test_a_request_and_its_cohorts_can_be_followed_by_id(server: Server) -> None
         answer = _stream(stack, server, {**_LONG, "max_tokens": 5})
         request_id = answer.headers["x-request-id"]
         answer.read()
-    _wait_until(lambda: _health(server) and _logged(server, "request.finished", request_id))
-    events = _events(server)
+    events = server.events(lambda events: _ended(events, request_id))
     own = [e["event"] for e in events if e.get("request_id") == request_id]
     assert own == [
         "request.received",
@@ -147,10 +137,16 @@ def test_a_request_and_its_cohorts_can_be_followed_by_id(server: Server) -> None
     ]
     sealed = [e for e in events if request_id in e.get("request_ids", ())]
     assert sealed
-    dissolved = [e for e in events if e["event"] == "cohort.dissolved"]
-    assert {e["cohort_id"] for e in sealed} <= {e["cohort_id"] for e in dissolved}
     assert all(e["mode"] == "ar_batch" for e in events if "request_id" in e or "cohort_id" in e)
     assert not any("Count from" in json.dumps(e) for e in events), "no content in the log"
+
+
+def _ended(events: list[dict[str, Any]], request_id: str) -> bool:
+    """Whether the log has the end of a request and of each of its cohorts."""
+    sealed = {e["cohort_id"] for e in events if request_id in e.get("request_ids", ())}
+    dissolved = {e["cohort_id"] for e in events if e["event"] == "cohort.dissolved"}
+    finished = {e["request_id"] for e in events if e["event"] == "request.finished"}
+    return request_id in finished and sealed <= dissolved
 
 
 def test_a_first_signal_drains_and_a_stalled_reader_does_not_hold_the_exit(
@@ -184,7 +180,7 @@ def test_a_first_signal_drains_and_a_stalled_reader_does_not_hold_the_exit(
     assert texts["short"].endswith(b"data: [DONE]\n\n")
     assert b'"code":"server_shutdown"' in texts["endless"]
     assert b"[DONE]" not in texts["endless"]
-    assert {"server.draining", "server.stopped"} <= {e["event"] for e in _events(server)}
+    assert {"server.draining", "server.stopped"} <= {e["event"] for e in server.events()}
 
 
 def test_a_second_signal_ends_at_once(starter_path: Path, tmp_path: Path) -> None:
