@@ -3,16 +3,25 @@
 MLX, OpenBLAS and the tokenizers keep native threads that no Python code can join. A normal end of
 the interpreter runs C++ destructors beside them, which now and then aborts the process ("terminate
 called without an active exception", status -6). So every command leaves by `leave`.
+
+A signal ends a process with its own status until `arm` has run, so what is imported before is kept
+to the least: no threading, typing or enum, which would take longer than all the rest.
 """
 
-import contextlib
+from __future__ import annotations
+
+import _thread
 import os
 import select
-import signal
 import sys
-import threading
-from types import FrameType
-from typing import Final, NoReturn, TextIO
+
+TYPE_CHECKING = False  # typing's own would have to be imported
+if TYPE_CHECKING:
+    import signal
+    from types import FrameType
+    from typing import Final, NoReturn, TextIO
+else:
+    import _signal as signal  # all of it but the names of numbers, which take enum
 
 EXIT_STUCK: Final = 75  # the end itself took too long
 EXIT_SECOND_SIGNAL: Final = 130
@@ -35,9 +44,10 @@ def leave(status: int) -> NoReturn:
         if log is not None:
             log.flush(_FLUSH_SECONDS)
         failed: list[OSError] = []
-        flushing = threading.Thread(target=_flush_streams, args=(failed,), daemon=True)
-        flushing.start()
-        flushing.join(_FLUSH_SECONDS)
+        flushed = _thread.allocate_lock()
+        flushed.acquire()
+        _thread.start_new_thread(_flush_streams, (failed, flushed))
+        flushed.acquire(timeout=_FLUSH_SECONDS)
         status = status or int(bool(failed))
     finally:
         os._exit(status)
@@ -69,7 +79,7 @@ def arm() -> None:
     signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
-    threading.Thread(target=_watch, args=(hears,), name="paceline-signals", daemon=True).start()
+    _thread.start_new_thread(_watch, (hears,))
 
 
 def hand_over() -> None:
@@ -97,13 +107,15 @@ def _watch(hears: int) -> None:
 
 
 def _signals_end_at_once(status: int) -> None:
-    with contextlib.suppress(ValueError):  # not the main thread
+    try:
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: os._exit(status))
+    except ValueError:  # not the main thread
+        pass
 
 
-def _flush_streams(failed: list[OSError]) -> None:
+def _flush_streams(failed: list[OSError], flushed: _thread.LockType) -> None:
     streams: tuple[TextIO | None, ...] = (sys.stderr, sys.stdout)
     for stream in streams:
         try:
@@ -116,3 +128,4 @@ def _flush_streams(failed: list[OSError]) -> None:
                 failed.append(error)
         except ValueError:  # closed
             pass
+    flushed.release()

@@ -1,14 +1,20 @@
 """The front door: `paceline COMMAND`. Errors become one line and an exit status here.
 
-Nothing slow is imported before `main` has seen to signals, click included.
+Nothing is imported before `main` has seen to signals that Python has not imported by itself, but
+what `shutdown` needs for them.
 """
+
+from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
 
 from ...runtime import shutdown
+
+TYPE_CHECKING = False  # typing's own would have to be imported
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import NoReturn
 
 
 def main() -> NoReturn:

@@ -33,6 +33,7 @@ from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.exits import Ids
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
 
 SAMPLERS = {
@@ -205,3 +206,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

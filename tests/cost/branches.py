@@ -22,6 +22,7 @@ from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode
 from paceline.runtime.settings import ServerArgs
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
 
 ASKS = (
@@ -113,3 +114,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

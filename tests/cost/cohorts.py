@@ -27,6 +27,7 @@ from paceline.runtime import model as models
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.modes import CohortPolicy, Mode
 from paceline.runtime.settings import ServerArgs
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
 
 LISTED = "Repeat this list three times: " + ", ".join(f"item {i}" for i in range(12))
@@ -156,3 +157,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

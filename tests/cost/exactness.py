@@ -28,6 +28,7 @@ from paceline.lanes.install import Installed, Wanted, install
 from paceline.runtime.context import RowContext, Sampling, TokenLogprob
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode, Pace
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
 
 SUBJECTS = ("the sea", "a fox", "bread", "gravity", "clocks", "a mountain", "maps", "winter")
@@ -169,3 +170,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -26,6 +26,7 @@ from paceline.lanes.mtp import MAX_DEPTH, Drafter
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.model import find_model, load
 from paceline.runtime.modes import Mode
+from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
 
 SUBJECTS = ("the sea", "a fox", "bread", "gravity", "clocks", "a mountain", "maps", "winter")
@@ -158,3 +159,4 @@ def _print(name: str, width: int, temperature: float, seen: dict[int, Seen]) -> 
 
 if __name__ == "__main__":
     main()
+    leave(0)

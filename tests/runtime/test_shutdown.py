@@ -121,6 +121,19 @@ def test_a_signal_before_the_event_loop_ends_with_0(way: str, number: int) -> No
     assert _signalled(ended, number) == 0
 
 
+def test_hardly_anything_is_imported_before_signals_are_seen_to() -> None:
+    """Until then a SIGTERM ends the process with 143, so the way there has to be short."""
+    program = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "from paceline.api.cli.main import main\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60)
+    others = {name for name in done.stdout.decode().split() if not name.startswith("paceline")}
+    assert others <= {"__future__", "select"}
+
+
 def test_a_signal_tidies_up_what_was_begun(tmp_path: Path) -> None:
     """A scratch folder is gone and a child process ended, as they would be after an error."""
     program = (
