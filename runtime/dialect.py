@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -43,6 +44,7 @@ class Dialect(msgspec.Struct, frozen=True):
         parse: Reads what stands between the marks of a call.
         shows_tools: Whether the chat template shows tools to the model.
         shows_calls: Whether it shows calls and their results.
+        control: The control tokens that the marks of calls are made of, by their names.
     """
 
     think_open: str = ""
@@ -55,6 +57,7 @@ class Dialect(msgspec.Struct, frozen=True):
     parse: Parser | None = None
     shows_tools: bool = False
     shows_calls: bool = False
+    control: tuple[tuple[str, int], ...] = ()
 
     def thinking(self, thought: Thought) -> Thinking | None:
         """Return how an answer may think before it takes its form."""
@@ -72,11 +75,14 @@ class Dialect(msgspec.Struct, frozen=True):
         return "begun" if end.endswith(self.think_open) else "free"
 
 
-def dialect_of(path: Path, render: Callable[[Conversation, Any], str]) -> Dialect:
+def dialect_of(
+    path: Path, render: Callable[[Conversation, Any], str], special: Mapping[str, int]
+) -> Dialect:
     """Find a model's dialect.
 
     Args:
         render: Its chat template, given messages and tools.
+        special: The tokenizer's control tokens by their names.
     """
     from mlx_lm.tokenizer_utils import load  # imports MLX, which must find its BLAS loaded
 
@@ -98,9 +104,11 @@ def dialect_of(path: Path, render: Callable[[Conversation, Any], str]) -> Dialec
             "opens": opens[0] if len(opens) == 1 else None,
             "closes": tuple(known.think_end_tokens),
         }
+    calls = marks.get("call_open", CALL_OPEN) + marks.get("call_close", CALL_CLOSE)
     return Dialect(
         shows_tools=shows_tools,
         shows_calls=shows_tools and _shows(render, _WITH_CALL, [_TOOL]),
+        control=tuple((name, token) for name, token in special.items() if name and name in calls),
         **marks,
     )
 
@@ -164,10 +172,10 @@ def forced_call(tools: Sequence[Mapping[str, Any]], param: str) -> Source:
     """
     rules = "start: " + " | ".join(_names(tools))
     parts = tuple(
-        Source(lark(_calls("start: call_0", [tool], "", "")), f"{param}[{at}].function.parameters")
+        Source(lark(_calls("start: call_0", [tool])), f"{param}[{at}].function.parameters")
         for at, tool in enumerate(tools)
     )
-    return Source(lark(_calls(rules, tools, "", "")), param, parts)
+    return Source(lark(_calls(rules, tools)), param, parts)
 
 
 def strict_calls(dialect: Dialect, tools: Sequence[Mapping[str, Any]], param: str) -> Source | None:
@@ -178,11 +186,16 @@ def strict_calls(dialect: Dialect, tools: Sequence[Mapping[str, Any]], param: st
     strict = any(tool["function"].get("strict") for tool in tools)
     if not strict or not dialect.json_calls or not dialect.call_close:
         return None
+    parts = _spelled(dialect.call_open, dialect)
+    first = next((at for at, part in enumerate(parts) if _is_control(part)), None)
+    # Text ends before a control token of itself; a mark that is text has to be looked for.
+    head = f"head[lazy]: TAIL {' '.join(parts)}"
+    if first is not None:
+        head = f"head: TAIL {' '.join(parts[first:])}"
     rules = (
-        f"start: (call)* TAIL\ncall: head ({' | '.join(_names(tools))})\n"
-        f"head[lazy]: TAIL {json.dumps(dialect.call_open)}\nTAIL: /(.|\\n)*/"
+        f"start: (call)* TAIL\ncall: head ({' | '.join(_names(tools))})\n{head}\nTAIL: /(.|\\n)*/"
     )
-    return Source(lark(_calls(rules, tools, LEAD, LEAD + dialect.call_close)), param)
+    return Source(lark(_calls(rules, tools, dialect)), param)
 
 
 def call_or(answer: Source, dialect: Dialect, tools: Sequence[Mapping[str, Any]]) -> Source:
@@ -196,28 +209,47 @@ def call_or(answer: Source, dialect: Dialect, tools: Sequence[Mapping[str, Any]]
             f"{answer.param} cannot be kept while this model may call tools; set tool_choice",
             param=answer.param,
         )
-    mark = json.dumps(dialect.call_open)
+    mark = " ".join(_spelled(dialect.call_open, dialect))
     call = f"{mark} ({' | '.join(_names(tools))})"
     rules = f"start: @answer | {call} (/\n{{0,2}}/ {call})*"
-    calls = _calls(rules, tools, LEAD, LEAD + dialect.call_close)
+    calls = _calls(rules, tools, dialect)
     grammars = [{"name": "calls", "lark_grammar": calls}, answer.named("answer")]
     return Source(json.dumps({"grammars": grammars}), answer.param)
+
+
+def _spelled(mark: str, dialect: Dialect) -> list[str]:
+    """Return a mark as a Lark grammar writes it: control tokens by number, the rest as text."""
+    control = dict(dialect.control)
+    names = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+    parts = re.split(f"({names})", mark) if names else [mark]
+    return [f"<[{control[p]}]>" if p in control else json.dumps(p) for p in parts if p]
+
+
+def _is_control(part: str) -> bool:
+    return part.startswith("<[")
 
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"call_{at}" for at in range(len(tools))]
 
 
-def _calls(start: str, tools: Sequence[Mapping[str, Any]], lead: str, close: str) -> str:
-    """Return a Lark grammar with one rule a tool, each a call between `lead` and `close`."""
+def _calls(start: str, tools: Sequence[Mapping[str, Any]], marks: Dialect | None = None) -> str:
+    """Return a Lark grammar with one rule a tool, each a call.
+
+    Args:
+        marks: The dialect whose opening mark stands before a call, and whose closing mark is to
+            be said behind it; None for a call without marks.
+    """
     lines = ["%llguidance {}", start]
+    lead = LEAD if marks else ""
+    close = " ".join([json.dumps(LEAD), *_spelled(marks.call_close, marks)]) if marks else ""
     for at, tool in enumerate(tools):
         function = tool["function"]
         # Whatever else it may be, what a function takes is an object.
         schema = {**(function.get("parameters") or {}), "type": "object"}
         opening = json.dumps(f'{lead}{{"name": {json.dumps(function["name"])}, "arguments": ')
         value = embedded(schema, lenient=not function.get("strict"))
-        lines += [f"call_{at}: {opening} args_{at} {json.dumps('}' + close)}"]
+        lines += [f'call_{at}: {opening} args_{at} "}}" {close}']
         lines += [f"args_{at}: {value}"]
     return "\n".join(lines)
 

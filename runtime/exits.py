@@ -18,6 +18,7 @@ Ids = NDArray[np.int64]
 _OUTSIDE: Final = ("0", "1", "null", "true", "false", '""', "[]", "{}", '"', "[", "{", ",", ":")
 _WORDS: Final = "qZ#"  # where one of them may come, a text goes on
 _LAST: Final = 1 << 20
+_CONTROL: Final = 5  # the kind of a control token; see `_kind`
 _SHORTER: Final = 256  # tokens of a way that goes by turns
 _LOOKED_AT: Final = 128  # tokens that are looked at before all others
 _SUFFIXES: Final = 3  # tokens of a known way that a token may stand for
@@ -34,16 +35,19 @@ class Exits:
 
     Args:
         tokens: The bytes of every token.
-        barred: Tokens that no way uses: those that stand for no text.
-        end_id: A token that ends an answer.
+        control: Tokens that stand for no text; said only where nothing else may come.
+        end_ids: Tokens that end an answer, which no way uses.
     """
 
-    def __init__(self, tokens: Sequence[bytes], barred: Iterable[int], end_id: int) -> None:
-        self._end = end_id
+    def __init__(
+        self, tokens: Sequence[bytes], control: Iterable[int], end_ids: Sequence[int]
+    ) -> None:
+        self._end = end_ids[0]
         self._tokens = tokens
         self._ids = {text: token for token, text in reversed(list(enumerate(tokens)))}
         self._size = size = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._kind = kind = np.fromiter(map(_kind, tokens), np.int64, len(tokens))
+        kind[sorted(control)] = _CONTROL
         # A text goes on in the longest words, or else in single signs that may be asked for.
         plain = np.where(kind < 2, 64 - np.minimum(size, 24), 400 + kind * 100)
         single = np.where(size == 1, 100 + np.where(kind == 0, 50, 0), 600 + size)
@@ -57,7 +61,9 @@ class Exits:
         for at, sign in enumerate(_OUTSIDE):
             if (known := self._ids.get(sign.encode())) is not None:
                 outside[known] = 21 + at
-        out = sorted(barred)
+        for ranks in (plain, single, inside, outside):
+            ranks[kind == _CONTROL] = _LAST - 1
+        out = sorted(end_ids)
         self._plain, self._single = _Ranks(plain, out, 4), _Ranks(single, out, 1000)
         self._inside, self._outside = _Ranks(inside, out, 4), _Ranks(outside, out, 1000)
         self._lasting = {i for i, text in enumerate(tokens) if text and not text.strip(b'"]},:')}
@@ -115,7 +121,7 @@ class Exits:
     def alike(self, token: int) -> NDArray[np.bool_]:
         """Return which tokens lead no further than one that leads not far enough."""
         kind = self._kind[token]
-        if kind > 3:
+        if kind == 4:
             return np.asarray((self._kind == kind) & (self._size <= self._size[token]))
         if kind > 2:
             return np.asarray(np.arange(self._kind.size) == token)

@@ -68,7 +68,7 @@ class Grammars:
         spelling = Spelling(tokenizer, tokens, control, end_ids)
         self._engine = spelling.engine
         self._end_ids = frozenset(spelling.end_ids)
-        self._exits = Exits(tokens, spelling.special_token_ids, spelling.end_ids[0])
+        self._exits = Exits(tokens, spelling.special_token_ids, spelling.end_ids)
         self._kept: OrderedDict[tuple[Source, Thinking | None], Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._at_once = threading.Semaphore(_AT_ONCE)

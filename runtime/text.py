@@ -91,7 +91,9 @@ class Text:
         ends = {*end_ids, *([loaded.eos_token_id] if loaded.eos_token_id is not None else [])}
         self.end_ids = frozenset(ends)
         self.has_chat_template = loaded.chat_template is not None
-        self.dialect = dialect_of(model_dir, self._render) if self.has_chat_template else Dialect()
+        self.dialect = Dialect()
+        if self.has_chat_template:
+            self.dialect = dialect_of(model_dir, self._render, self._special_ids)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -1,5 +1,6 @@
 """Dialects: found from tokenizer and template, and what a template cannot show said in words."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from transformers import AutoTokenizer
 
 from paceline.runtime.dialect import CALL_OPEN, Dialect, call_or, forced_call, strict_calls
 from paceline.runtime.errors import CallerError
-from paceline.runtime.sources import json_object
+from paceline.runtime.parts import Call, Manner, Splitter
+from paceline.runtime.sources import Source, json_object, json_schema
 from paceline.runtime.text import Detokenizer, Text
 
 _SAID = (
@@ -240,3 +242,111 @@ def test_mistrals_templates_get_ids_of_nine_characters(make: Make) -> None:
     short = said.partition("look<")[2].partition(">")[0]
     assert len(short) == 9
     assert said.count(short) == 2
+
+
+_TWO_MARKS = ("<tool_call>", "</tool_call>")
+
+
+def _said(text: Text, source: Source, wanted: str) -> list[int]:
+    """Return the tokens with which a model would say a text that a form lets through."""
+    follower = text.grammars.compile(source).follow()
+    tokens = text.encode(wanted, add_special=False)  # marks are their tokens, where they are some
+    for token in tokens:
+        allowed = follower.allowed()
+        assert allowed is not None
+        assert token in allowed
+        follower.take(token)
+    ends = follower.allowed()
+    assert ends is not None
+    assert not text.end_ids.isdisjoint(map(int, ends))
+    return tokens
+
+
+def _calls_read(text: Text, tokens: list[int]) -> list[str]:
+    """Return the arguments of the calls that are found in an answer."""
+    detokenizer = Detokenizer(text, text.marks_of(text.dialect))
+    splitter = Splitter(Manner(text.dialect, calling="maybe", tools=(_LOOK,)))
+    parts = [part for token in tokens for part in splitter.push(detokenizer.push(token))]
+    parts += splitter.finish()
+    whole: dict[int, str] = {}
+    for part in parts:
+        if isinstance(part, Call):
+            whole[part.index] = whole.get(part.index, "") + part.arguments
+    return list(whole.values())
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+def test_a_mark_is_said_as_the_token_it_is(make: Make, special: bool | None) -> None:
+    """Marks that are control tokens are required as such; a literal that looks alike is text."""
+    kinds = {True: ((), _TWO_MARKS), False: (_TWO_MARKS, ()), None: ((), ())}
+    text = make(_template(_JSON), *kinds[special])
+    assert len(text.dialect.control) == (2 if special else 0)
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    answer = json_schema({"const": "</tool_call>"}, "response_format")
+    for source, wanted in (
+        (call_or(answer, text.dialect, [_LOOK]), call),
+        (call_or(answer, text.dialect, [_LOOK]), f"{call}\n{call}"),
+        (strict_calls(text.dialect, [_strict()], "tools"), f"I look. {call} and {call}"),
+    ):
+        assert source is not None
+        tokens = _said(text, source, wanted)
+        marks = [text.encode(mark, add_special=False) for mark in _TWO_MARKS]
+        assert all(len(mark) == 1 for mark in marks) == (special is not None)
+        assert _calls_read(text, tokens) == ['{"at": "x"}'] * wanted.count(call)
+    if special:
+        control = {token for mark in marks for token in mark}
+        follower = text.grammars.compile(call_or(answer, text.dialect, [_LOOK])).follow()
+        token = text.encode('"', add_special=False)[0]
+        said = []
+        while token not in text.end_ids:
+            follower.take(token)
+            said.append(token)
+            allowed = follower.allowed()
+            assert allowed is not None
+            assert control.isdisjoint(map(int, allowed))
+            token = int(allowed[0])
+        assert text.decode(said) == '"</tool_call>"'
+
+
+def test_a_call_with_marks_ends_within_its_budget(make: Make) -> None:
+    """The way out of a call goes through its closing mark, also where that is a control token."""
+    text = make(_template(_JSON), (), _TWO_MARKS)
+    source = call_or(json_object("response_format"), text.dialect, [_LOOK])
+    follower = text.grammars.compile(source).follow()
+    said = text.encode('<tool_call>\n{"name": "look", "arguments": {"at": "', add_special=False)
+    for token in said:
+        follower.take(token)
+    word = text.encode(" the", add_special=False)[0]
+    for left in range(40, 0, -1):
+        while True:
+            allowed = follower.allowed()
+            assert allowed is not None
+            ends = sorted(text.end_ids.intersection(map(int, allowed)))
+            token = ends[0] if ends else word if word in allowed else int(allowed[0])
+            if follower.fits(token, left):
+                break
+        if token in text.end_ids:
+            break
+        follower.take(token, left)
+        said.append(token)
+    assert text.decode(said).endswith("</tool_call>")
+    (found,) = _calls_read(text, said)
+    assert json.loads(found)["at"].startswith(" the the")
+
+
+def test_a_thoughts_marks_are_the_tokens_they_are(make: Make) -> None:
+    """A form begins behind the closing mark, which is the control token where it is one."""
+    for kinds in ((("<think>", "</think>"), ()), ((), ("<think>", "</think>"))):
+        text = make(_template(_JSON, "<think>\n"), *kinds)
+        (close,) = text.encode("</think>", add_special=False)
+        thinking = text.dialect.thinking("begun")
+        assert thinking is not None
+        assert thinking.closes == (close,)
+        follower = text.grammars.compile(json_object("f"), thinking).follow()
+        follower.take(text.encode("hm", add_special=False)[0])
+        assert follower.allowed() is None
+        follower.take(close)
+        allowed = follower.allowed()
+        assert allowed is not None
+        assert text.encode("{", add_special=False)[0] in allowed
+        assert text.encode("x", add_special=False)[0] not in allowed
