@@ -5,6 +5,8 @@ on it goes on in long words. What was used often is passed over, so that a patte
 characters in turn.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -45,6 +47,7 @@ class Exits:
         self._end = end_ids[0]
         self._tokens = tokens
         self._ids = {text: token for token, text in reversed(list(enumerate(tokens)))}
+        self.vocab_size = len(tokens)
         self._size = size = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._kind = kind = np.fromiter(map(_kind, tokens), np.int64, len(tokens))
         kind[sorted(control)] = _CONTROL
@@ -90,17 +93,9 @@ class Exits:
         self, matcher: LLMatcher, most: int, json: bool, turns: tuple[int, int]
     ) -> list[int] | None:
         """Search in one manner: only the longest words, or those and single signs by turns."""
-        way: list[int] = []
-        used = np.zeros(len(self._tokens), np.int64)
-        while not matcher.is_accepting():
-            single = turns[1] and len(way) % turns[1] == 1
-            step = matcher.compute_ff_tokens() or self.next_step(
-                matcher, used, json=json, single=bool(single)
-            )
-            if not step or len(way) + len(step) > most or not matcher.consume_tokens(step):
-                return None
-            way += step
-        return way
+        search = Search(self, matcher, [], json=json, turns=turns[1])
+        search.go(most, most)
+        return search.way if search.done else None
 
     def next_step(
         self, matcher: LLMatcher, used: NDArray[np.int64], *, json: bool, single: bool
@@ -150,24 +145,67 @@ class Exits:
             if len(rest) <= most and self._ends(matcher, [token, *rest]):
                 return rest
         steps = min(steps, most)
-        if steps <= 0:
+        ahead = matcher.deep_copy()
+        if steps <= 0 or not ahead.consume_token(token):
             return None
+        if (found := self._mended(ahead, token, way, most, steps, json)) is not None:
+            return found
+        return self._bridged(ahead, way, most, steps, json)
+
+    def moved(self, matcher: LLMatcher, token: int, search: Search) -> Search | None:
+        """Return a search that goes on behind a token; None when the token is not allowed.
+
+        Args:
+            matcher: Before the token; not changed.
+        """
         ahead = matcher.deep_copy()
         if not ahead.consume_token(token):
             return None
-        bridge: list[int] = []
-        used = np.zeros(len(self._tokens), np.int64)
-        while len(bridge) < steps:
-            step = ahead.compute_ff_tokens() or self.next_step(ahead, used, json=json, single=False)
-            if not step or not ahead.consume_tokens(step):
+        kept = self._kept(ahead, token, search.way)
+        ahead.consume_tokens(kept)
+        return Search(self, ahead, kept, json=search.json, turns=search.turns)
+
+    def _kept(self, ahead: LLMatcher, token: int, way: Sequence[int]) -> list[int]:
+        """Return as much of a way as may still be said behind a token.
+
+        Args:
+            ahead: Behind the token; not changed.
+        """
+        best: list[int] = []
+        for rest in self._rests(token, way):
+            kept = ahead.validate_tokens(rest)
+            if kept > len(best):
+                best = rest[:kept]
+        return best
+
+    def _mended(
+        self, ahead: LLMatcher, token: int, way: Sequence[int], most: int, steps: int, json: bool
+    ) -> list[int] | None:
+        """Return the known way with another end, where that is a few tokens away."""
+        kept = self._kept(ahead, token, way)
+        if len(way) - len(kept) > steps or len(kept) >= most:
+            return None
+        ahead = ahead.deep_copy()
+        ahead.consume_tokens(kept)
+        search = Search(self, ahead, kept, json=json)
+        search.go(steps, most)
+        return search.way if search.done else None
+
+    def _bridged(
+        self, ahead: LLMatcher, way: Sequence[int], most: int, steps: int, json: bool
+    ) -> list[int] | None:
+        """Return a way to where the known way goes on; the matcher is used up."""
+        search = Search(self, ahead, [], json=json)
+        while len(search.way) < steps:
+            search.go(1, most)
+            if search.dead:
                 return None
-            bridge += step
             for skipped in (2, 1, 0):
                 rest = list(way[skipped:])
-                if len(bridge) + len(rest) <= most and self._ends(ahead, rest):
-                    return bridge + rest
-            if ahead.is_accepting():
-                return bridge if len(bridge) <= most else None
+                if len(search.way) + len(rest) <= most and self._ends(ahead, rest):
+                    return search.way + rest
+            if search.done:
+                return search.way
         return None
 
     def begins(self, way: Sequence[int], allowed: Ids) -> int | None:
@@ -204,6 +242,56 @@ class Exits:
     def _ends(self, matcher: LLMatcher, tokens: list[int]) -> bool:
         """Say whether an answer may end behind some tokens; the matcher is not changed."""
         return matcher.validate_tokens([*tokens, self._end]) == len(tokens) + 1
+
+
+class Search:
+    """A search for a way out that goes on bit by bit, so that no token waits for a whole one.
+
+    `done` says that an answer may end behind `way`, `dead` that none was found.
+
+    Args:
+        matcher: Behind `way`; it is the search's own from now on.
+        way: What is known of the way.
+        turns: Say single signs at each turn of so many; 0 for the longest words only.
+    """
+
+    def __init__(
+        self, exits: Exits, matcher: LLMatcher, way: list[int], *, json: bool, turns: int = 0
+    ) -> None:
+        self._exits = exits
+        self._matcher = matcher
+        self._used = np.zeros(exits.vocab_size, np.int64)
+        self.way = way
+        self.json = json
+        self.turns = turns
+        self.dead = False
+        self.done = matcher.is_accepting()
+
+    def copy(self) -> Search:
+        """Return a twin that goes on by itself."""
+        matcher, way = self._matcher.deep_copy(), list(self.way)
+        twin = Search(self._exits, matcher, way, json=self.json, turns=self.turns)
+        twin._used, twin.dead = self._used.copy(), self.dead
+        return twin
+
+    def go(self, steps: int, most: int) -> None:
+        """Go on by some steps, each a token or those that must follow.
+
+        Args:
+            most: The most tokens that the way may have.
+        """
+        for _ in range(steps):
+            if self.done or self.dead:
+                return
+            matcher, single = self._matcher, self.turns and len(self.way) % self.turns == 1
+            step = matcher.compute_ff_tokens() or self._exits.next_step(
+                matcher, self._used, json=self.json, single=bool(single)
+            )
+            if not step or len(self.way) + len(step) > most or not matcher.consume_tokens(step):
+                self.dead = True
+                return
+            self.way += step
+            self.done = matcher.is_accepting()
 
 
 class _Ranks:

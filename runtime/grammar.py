@@ -183,13 +183,14 @@ class Grammar:
         self._thinking = thinking
         self._exits = exits
         self._json = json
+        self._way = way
         self._home = home
         self.end_ids = end_ids
         self.horizon = _FAR if way is None else _HORIZON + 2 * len(way)
 
     def follow(self) -> Follower:
         """Return the state of a row that has generated nothing yet."""
-        lead = Lead(self._exits, self.horizon, json=self._json)
+        lead = Lead(self._exits, self.horizon, self._way, json=self._json)
         return Follower(self, self._matcher.deep_copy(), _Thought(self._thinking), lead)
 
     def broken(self, matcher: LLMatcher) -> FormError:

@@ -6,19 +6,22 @@ fits any more, or it is far away, it says what the grammar allows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from .exits import Exits, Ids
+from .exits import Exits, Ids, Search
 
 _CLOSE: Final = 24  # tokens to spare from which on each choice is looked at
 _TRIES: Final = 12  # choices at one position, before the known way is taken
-_STEPS: Final = 32  # tokens searched for behind all choices at one position
+_STEPS: Final = 24  # tokens searched for behind all choices at one position
 _NONE: Final = (-1, None)
 _BRIDGE: Final = 8  # and behind each
+_TURNS: Final = 2  # of a second search, which says single signs as well
+_AT_ONCE: Final = 12  # steps that a search for a way out goes at one position: a few ms
 
 
 class Lead:
@@ -26,14 +29,20 @@ class Lead:
 
     Args:
         horizon: Tokens left from which on a way out is looked for.
+        start: A way out of an answer that has not begun; None for none.
         json: Whether the answer is JSON.
     """
 
-    def __init__(self, exits: Exits, horizon: int, *, json: bool) -> None:
+    def __init__(
+        self, exits: Exits, horizon: int, start: Sequence[int] | None, *, json: bool
+    ) -> None:
         self._exits = exits
         self._json = json
         self._due = horizon  # tokens left from which on a search may be made
+        self._start = start  # while nothing was said
         self._way: list[int] | None = None
+        self._search: Search | None = None  # for the way
+        self._looked = False  # at this position
         self._behind: tuple[int, list[int] | None] = _NONE  # a choice, and the way behind it
         self._out: NDArray[np.bool_] | None = None  # tokens that are refused
         self._tries = 0
@@ -42,8 +51,9 @@ class Lead:
 
     def copy(self) -> Lead:
         """Return a twin that goes on by itself."""
-        twin = Lead(self._exits, self._due, json=self._json)
-        twin._way = self._way
+        twin = Lead(self._exits, self._due, self._start, json=self._json)
+        twin._way, twin._looked = self._way, self._looked
+        twin._search = self._search.copy() if self._search else None
         return twin
 
     def near(self, matcher: LLMatcher, left: int) -> bool:
@@ -52,11 +62,28 @@ class Lead:
         Args:
             left: Tokens of the budget that are left.
         """
-        if self._way is None and left <= self._due:
-            self._way = self._exits.way_out(matcher, left, json=self._json)
-            if self._way is None:  # and hardly later: it would have to come nearer than it costs
-                self._due = left // 2
+        if self._way is None and left <= self._due and not self._looked:
+            self._looked = True
+            self._look(matcher, left)
         return self._way is not None and left - len(self._way) <= _CLOSE
+
+    def _look(self, matcher: LLMatcher, left: int) -> None:
+        """Look for a way out, or go on looking."""
+        if self._start is not None and len(self._start) <= left:
+            self._way = list(self._start)
+            return
+        search = self._search or Search(self._exits, matcher.deep_copy(), [], json=self._json)
+        search.go(_AT_ONCE, left)
+        self._search = search
+        if search.done:
+            self._way, self._search = search.way, None
+        elif search.dead and search.turns:
+            # And hardly later: it would have to come nearer than it costs.
+            self._search, self._due = None, left // 2
+        elif search.dead:
+            self._search = Search(
+                self._exits, matcher.deep_copy(), [], json=self._json, turns=_TURNS
+            )
 
     def fits(self, matcher: LLMatcher, token: int, left: int) -> bool:
         """Say whether a row may go on by a token; one that is refused is refused from now on."""
@@ -104,10 +131,14 @@ class Lead:
             self._way = behind
             if behind is None:
                 self._due = min(left - 1, max(left // 2, len(way) + 2 * _CLOSE))
+        elif self._search is not None:
+            self._search = self._exits.moved(matcher, token, self._search)
         self._begin()
 
     def _begin(self) -> None:
         """Begin a position: nothing is refused, and no choice was looked at."""
+        self._start = None
+        self._looked = False
         self._behind = _NONE
         self._out = None
         self._tries = 0

@@ -21,6 +21,7 @@ from paceline.lanes.base import Branches, LaneSpec, Receipt, Row, RowDelta
 from paceline.lanes.geometry import GEOMETRIES, lane_name
 from paceline.runtime.context import RowContext, Sampling, TokenLogprob
 from paceline.runtime.dialect import Dialect, Thought
+from paceline.runtime.errors import FormError
 from paceline.runtime.grammar import Grammars
 from paceline.runtime.modes import MUST_DRAFT, Mode
 from paceline.runtime.settings import ServerArgs
@@ -125,10 +126,14 @@ class FakeLane:
         accepted = min(depth, self._nature.accepts(row))
         tokens = []
         for _ in range(accepted + 1):
-            tokens.append(self._form_or_script(row))
+            try:
+                tokens.append(self._form_or_script(row))
+                if tokens[-1] >= 0:
+                    row.commit(tokens[-1])
+            except FormError as error:
+                return RowDelta(row.key, error=str(error), code="form_failed")
             if tokens[-1] < 0:
                 return RowDelta(row.key, error="scripted failure")
-            row.commit(tokens[-1])
             if tokens[-1] in row.context.end_ids:
                 break
         branches = None
