@@ -39,7 +39,8 @@ def dead_log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(log._OUT, "line", _broken)
         monkeypatch.setattr(log._OUT, "info", _broken)
     else:
-        structlog.configure(processors=[_broken], wrapper_class=_broken)
+        wrapper: Any = _broken
+        structlog.configure(processors=[_broken], wrapper_class=wrapper)
     yield
     monkeypatch.undo()
     structlog.configure(**before)

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paceline.runtime import lead, sources
+from paceline.runtime import exits, lead, sources
 from paceline.runtime.dialect import forced_call
 from paceline.runtime.errors import CallerError, RowError
 from paceline.runtime.grammar import Follower, Thinking
@@ -313,7 +313,7 @@ def test_where_no_end_fits_a_row_speaks_freely(text: Text, schema: Any) -> None:
     text.grammars.compile(sources.json_schema(schema, "s"))
     searches = 0
 
-    class Counted(lead.Search):
+    class Counted(exits.Search):
         def __init__(self, *args: Any, **named: Any) -> None:
             nonlocal searches
             searches += not args[2]
