@@ -8,7 +8,7 @@ import trio
 
 from ..runtime.errors import CallerError
 from ..runtime.text import ChatPrompt, Text
-from .intake import check_json
+from .intake import aside, check_json
 from .schemas import (
     AssistantMessage,
     Content,
@@ -79,7 +79,7 @@ async def at_length(work: Callable[[], Result], long: bool) -> Result:
     except LookupError:
         limiter = trio.CapacityLimiter(_AT_A_TIME)
         _LONG_WORK.set(limiter)
-    return await trio.to_thread.run_sync(work, limiter=limiter)
+    return await aside(work, limiter)
 
 
 def is_long(value: Any) -> bool:

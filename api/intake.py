@@ -4,10 +4,10 @@ How deep it nests and how many values it holds is told from its bytes, in steps 
 threads run; so decoding, and every walk over what was decoded, is bounded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 from quart import Request, g, has_app_context
@@ -15,6 +15,8 @@ from quart import Request, g, has_app_context
 from ..runtime.errors import BusyError, CallerError
 from ..runtime.memory import Trimmer
 from .connection import read_body
+
+Result = TypeVar("Result")
 
 MOST_NESTING: Final = 100  # levels of objects and arrays, far above what any schema has
 MOST_VALUES: Final = 1_000_000  # commas; a long prompt of token ids has some hundred thousand
@@ -67,7 +69,7 @@ class Intake:
         if len(body) <= INLINE_BYTES:
             check_json(body)
         else:
-            await trio.to_thread.run_sync(check_json, body)
+            await aside(lambda: check_json(body))
         return body
 
     @contextmanager
@@ -104,6 +106,30 @@ def prepared() -> None:
     """Give a request's room among the large bodies back: what it asks is known by now."""
     if has_app_context() and (give_back := g.pop("give_room_back", None)) is not None:
         give_back()
+
+
+async def aside(work: Callable[[], Result], limiter: trio.CapacityLimiter | None = None) -> Result:
+    """Do work in a thread.
+
+    A caller's error comes out of it as a result and is raised anew: one that crosses threads is
+    held in a cycle by its traceback, and so would the long texts of every frame in it be, until
+    the collector looks at the oldest objects.
+    """
+    found = await trio.to_thread.run_sync(_settled, work, limiter=limiter)
+    try:
+        if isinstance(found, CallerError):
+            raise found
+        return found
+    finally:
+        del found  # or the new traceback would hold it in the same way
+
+
+def _settled(work: Callable[[], Result]) -> Result | CallerError:
+    try:
+        return work()
+    except CallerError as error:
+        error.__context__ = None  # has a traceback, too
+        return error.with_traceback(None)
 
 
 def check_json(raw: bytes, where: str = "") -> None:

@@ -1,5 +1,6 @@
 """Bodies are bounded before they are decoded: in depth, in number, and in bytes together."""
 
+import gc
 import importlib
 import json
 import threading
@@ -27,6 +28,8 @@ from paceline.runtime.errors import CallerError
 
 _LOCAL = {"Host": "localhost:8000", "Content-Type": "application/json"}
 _ASK = [{"role": "user", "content": "hi"}]
+_CHAT = "/v1/chat/completions"
+_TALK: Any = {"messages": _ASK}
 
 
 def _deep(levels: int) -> Any:
@@ -46,7 +49,6 @@ def _called(arguments: str) -> list[Any]:
     return [*_ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
-_CHAT = "/v1/chat/completions"
 _DEEP: list[tuple[str, Callable[[int], Any], str | None]] = [
     (_CHAT, lambda n: {"messages": _ASK, "tools": [_tool(_deep(n))]}, None),
     (_CHAT, lambda n: {"messages": _ASK, "chat_template_kwargs": {"a": _deep(n)}}, None),
@@ -116,11 +118,51 @@ async def test_what_nests_too_deeply_is_the_callers_error(
     assert param is None or error["param"].startswith(param)
 
 
+_WIDE = "x" * (INLINE_BYTES + 1)
+
+
 @pytest.mark.parametrize("levels", [101, 990, 100_000])
 def test_a_call_of_the_models_own_that_nests_too_deeply_is_no_fault(levels: int) -> None:
     """Its input is none, as that of a call that was cut off."""
     assert _input('{"a":' + _arrays(levels) + "}") == {}
     assert _input('{"a":' + _arrays(40) + "}") != {}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (_CHAT, {"messages": [{"role": "user", "content": "q" * 200_000}]}),
+        ("/v1/completions", {"prompt": "q" * 200_000}),
+        (
+            "/v1/messages",
+            {**_TALK, "max_tokens": 1, "tools": [{"name": "f", "type": "x" * 99_999}]},
+        ),
+        (_CHAT, {**_TALK, "a": _deep(60), "stop": [_WIDE]}),
+        ("/v1/responses", {"input": [{"type": _WIDE}]}),
+        (_CHAT, {**_TALK, "a": [[]] * MOST_CONTAINERS}),
+    ],
+)
+async def test_a_refused_body_is_not_kept_in_a_cycle(
+    serving: Serving, autojump_clock: trio.testing.MockClock, path: str, body: Any
+) -> None:
+    """No error holds its own traceback, whose frames hold the texts, until some late collection."""
+    async with serving(context=64) as (client, _):
+        await client.post(path, json=body, headers=_LOCAL)
+        gc.collect()
+        gc.disable()
+        try:
+            answer = await client.post(path, json=body, headers=_LOCAL)
+            status = answer.status_code
+            del answer
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            errors = [found for found in gc.garbage if isinstance(found, CallerError)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert status == 400
+    assert errors == []
 
 
 async def test_what_nests_as_schemas_do_is_served(
@@ -182,7 +224,6 @@ def test_numbers_of_keys_are_bounded() -> None:
         check_json(b"{" + b'"a":1,' * MOST_KEYS + b'"a":1}')
 
 
-_TALK: Any = {"messages": _ASK}
 _BODIES: list[tuple[str, Any, str]] = [
     (_CHAT, _TALK, "api.problems"),
     ("/v1/completions", {"prompt": "a"}, "api.problems"),
