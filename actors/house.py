@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import msgspec
@@ -214,6 +215,8 @@ def _build(
     model = load(path, args.dtype, args.device, args.context_tokens, args.served_name)
     card = model.card
     text = Text(path, card.end_ids, card.context)
+    grammars = Thread(target=_prepare_grammars, args=(text,), name="grammars", daemon=True)
+    grammars.start()  # beside the checks, which mostly compute
     load_s = time.perf_counter() - began
     pace = args.pace
     wanted = Wanted(
@@ -228,6 +231,7 @@ def _build(
         pace.prefill_chunk_tokens,
     )
     installed = install(model, wanted)
+    grammars.join()
     lanes = {lane.spec.name: lane for lane in installed.lanes}
     loaded.served = Served(
         name=card.name,
@@ -247,6 +251,14 @@ def _build(
     gc.collect()
     gc.freeze()
     return Engine(make_core(args, installed.lanes), lanes, clock, args.device_stall_s)
+
+
+def _prepare_grammars(text: Text) -> None:
+    """Build what compiles grammars: it holds the interpreter, so no request should wait for it."""
+    try:
+        _ = text.grammars
+    except Exception as error:  # the model serves all the same; a request with a form will be told
+        logger().warning("grammars.failed", error=str(error))
 
 
 def make_core(args: ServerArgs, lanes: Sequence[Lane]) -> Core:

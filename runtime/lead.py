@@ -69,8 +69,11 @@ class Lead:
 
     def _look(self, matcher: LLMatcher, left: int) -> None:
         """Look for a way out, or go on looking."""
-        if self._start is not None and len(self._start) <= left:
-            self._way = list(self._start)
+        if self._start is not None:  # nothing was said yet, so nothing shorter will be found
+            if len(self._start) <= left:
+                self._way = list(self._start)
+            else:
+                self._due = left // 2
             return
         search = self._search or Search(self._exits, matcher.deep_copy(), [], json=self._json)
         search.go(_AT_ONCE, left)

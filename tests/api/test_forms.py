@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-import trio.testing
 from tests.api.conftest import Serving, read_stream
 from tests.api.test_tools import _LOCAL, says
 
@@ -71,7 +70,7 @@ async def _refused(client: Any, route: str, fields: dict[str, Any], named: str) 
     ],
 )
 async def test_a_tool_whose_arguments_are_no_object_is_refused(
-    serving: Serving, autojump_clock: trio.testing.MockClock, route: str, schema: Any
+    serving: Serving, route: str, schema: Any
 ) -> None:
     """A function takes an object; a schema of anything else is refused under its own name."""
     async with serving(says("ok")) as (client, _):
@@ -98,7 +97,7 @@ _HUGE = {"type": "string", "pattern": "^a{1000000}$"}
     ],
 )
 async def test_a_schema_that_no_answer_can_have_is_refused(
-    serving: Serving, autojump_clock: trio.testing.MockClock, route: str, schema: Any
+    serving: Serving, route: str, schema: Any
 ) -> None:
     """What compiles and cannot be followed is a 400 before the first event, under its own name."""
     async with serving(says("ok")) as (client, _):
@@ -118,7 +117,7 @@ async def test_a_schema_that_no_answer_can_have_is_refused(
     ],
 )
 async def test_a_guide_that_no_answer_can_have_is_refused(
-    serving: Serving, autojump_clock: trio.testing.MockClock, route: str, fields: Any
+    serving: Serving, route: str, fields: Any
 ) -> None:
     """The extensions are the same in every dialect, and so is what is refused."""
     async with serving(says("ok")) as (client, _):
@@ -127,7 +126,7 @@ async def test_a_guide_that_no_answer_can_have_is_refused(
 
 @pytest.mark.parametrize("route", _ROUTES)
 async def test_a_form_that_breaks_later_is_a_failure_of_its_request(
-    serving: Serving, autojump_clock: trio.testing.MockClock, route: str
+    serving: Serving, route: str
 ) -> None:
     """A dead end behind what was said is never a good end: a 400, or an error in the stream."""
     dead = {"type": "object", "properties": {"a": _HUGE}, "required": ["a"]}

@@ -327,6 +327,58 @@ def test_where_no_end_fits_a_row_speaks_freely(text: Text, schema: Any) -> None:
     assert searches <= 14  # two where its budget has halved
 
 
+_MANY_KEYS = [f"k{i}" for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("source", "budget"),
+    [
+        (
+            sources.json_schema(
+                {
+                    "type": "object",
+                    "properties": {key: {"type": "string"} for key in _MANY_KEYS},
+                    "required": _MANY_KEYS,
+                },
+                "s",
+            ),
+            420,
+        ),
+        (sources.regex("[a-z]{500}", "s"), 100),
+        (sources.regex("[a-z]{500}", "s"), 240),
+        (sources.regex("([a-f]{3}-){60}", "s"), 250),
+    ],
+)
+def test_no_position_waits_for_a_whole_search(text: Text, source: Source, budget: int) -> None:
+    """However far the end is, what is looked up for one token is bounded; the end is found."""
+    text.grammars.compile(source)
+    exits = text.grammars._exits
+    step = exits.next_step
+    looked = [0]
+
+    def counted(*args: Any, **named: Any) -> list[int]:
+        looked[-1] += 1
+        return step(*args, **named)
+
+    wordy = _wordy(text, 2)
+    follower = _follow(text, source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exits, "next_step", counted)
+        for left in range(budget, 0, -1):
+            while True:
+                may = follower.allowed()
+                assert may is not None
+                token = wordy([int(t) for t in may])
+                if follower.fits(token, left):
+                    break
+            if token in text.end_ids:
+                break
+            follower.take(token, left)
+            looked.append(0)
+    assert token in text.end_ids
+    assert 0 < max(looked) <= 45
+
+
 def test_what_is_refused_is_the_same_for_twins(text: Text) -> None:
     """Near the end a twin refuses and allows what its original does."""
     follower = _follow(text, sources.json_schema(LOOPS, "s"))
