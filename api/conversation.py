@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import trio
 
-from ..runtime.errors import CallerError
+from ..runtime.errors import BusyError, CallerError
 from ..runtime.text import ChatPrompt, Text
 from .intake import aside, check_json
 from .schemas import (
@@ -26,6 +26,8 @@ INLINE_CHARACTERS: Final = 16_384  # longer prompts are tokenized off the event 
 _INLINE_PARTS: Final = 1_024  # messages, blocks, keys and values that are looked through there
 _AT_A_TIME: Final = 2  # long texts in work; each holds memory that grows with it
 _LONG_WORK: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("long_work")
+_FORM_WORK: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("form_work")
+_MOST_WAITING: Final = 64  # requests whose forms wait to be compiled
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -68,6 +70,26 @@ async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting)
         )
 
     return await at_length(encode, is_long([messages, setting.tools, setting.options]))
+
+
+async def formed(work: Callable[[], Result], shaped: bool) -> Result:
+    """Do work on the form of an answer: at once where there is none, else a few at a time.
+
+    Apart from all other work, which a schema that takes long would keep waiting.
+
+    Raises:
+        BusyError: When too many wait already.
+    """
+    if not shaped:
+        return work()
+    try:
+        limiter = _FORM_WORK.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(_AT_A_TIME)
+        _FORM_WORK.set(limiter)
+    if limiter.statistics().tasks_waiting >= _MOST_WAITING:
+        raise BusyError("too many schemas and grammars are being compiled; try again", 2)
+    return await aside(work, limiter)
 
 
 async def at_length(work: Callable[[], Result], long: bool) -> Result:

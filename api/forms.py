@@ -21,7 +21,7 @@ from .schemas import (
     Tool,
 )
 
-_GUIDES: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GUIDES: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 _MOST_REFS: Final = 8  # followed to tell what the root of a tool's schema is
 _MOST_BRANCHES: Final = 8  # looked at for the same
@@ -83,7 +83,7 @@ def guided(body: SamplingFields) -> Source | None:
     Raises:
         CallerError: For more than one, or for what is no grammar.
     """
-    given = [name for name in _GUIDES if getattr(body, name) is not None]
+    given = [name for name in GUIDES if getattr(body, name) is not None]
     if len(given) > 1:
         raise CallerError(f"{given[1]} cannot be kept together with {given[0]}", param=given[1])
     if body.guided_json is not None:
@@ -106,7 +106,7 @@ def _format(body: ChatRequest) -> Source | None:
             source = sources.json_schema(schema, "response_format.json_schema.schema")
         case _:
             return None
-    if given := next((name for name in _GUIDES if getattr(body, name) is not None), None):
+    if given := next((name for name in GUIDES if getattr(body, name) is not None), None):
         raise CallerError(f"{given} cannot be kept together with response_format", param=given)
     return source
 
@@ -122,9 +122,9 @@ def _callable(body: ChatRequest) -> tuple[list[Tool], bool]:
         case "required":
             names, must = None, True
         case NamedToolChoice(function):
-            names, must = [function.name], True
+            names, must = {function.name}, True
         case AllowedToolsChoice(allowed):
-            names = [tool.function.name for tool in allowed.tools]
+            names = {tool.function.name for tool in allowed.tools}
             must = allowed.mode == "required"
     if not tools:
         raise CallerError("tool_choice needs tools to choose from", param="tool_choice")

@@ -18,9 +18,8 @@ from ..runtime.parts import Manner
 from ..runtime.settings import ServerArgs
 from ..runtime.sources import Source
 from ..runtime.text import ChatPrompt, Text
-from .conversation import Setting, at_length, encode_chat, is_long
-from .forms import Form, chat_form, guided
-from .intake import aside
+from .conversation import Setting, at_length, encode_chat, formed, is_long
+from .forms import GUIDES, Form, chat_form, guided
 from .schemas import ChatRequest, CompletionRequest, SamplingFields
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
@@ -147,7 +146,8 @@ async def chat_prompt(
     Raises:
         CallerError: For what cannot be served as it was asked.
     """
-    form = await aside(lambda: chat_form(body, text.dialect))
+    shaped = body.tools or body.response_format or any(getattr(body, name) for name in GUIDES)
+    form = await formed(lambda: chat_form(body, text.dialect), bool(shaped))
     options = _template_options(body, text.dialect)
     setting = Setting(form.tools, options, form.lead, go_on, where, most)
     return form, await encode_chat(text, body.messages, setting)
@@ -171,7 +171,8 @@ async def completion_order(
         raise CallerError("best_of must be at least n", param="best_of")
     if best_of is not None and body.stream:
         raise CallerError("the best of several cannot be streamed", param="best_of")
-    source = await aside(lambda: guided(body))
+    shaped = any(getattr(body, name) for name in GUIDES)
+    source = await formed(lambda: guided(body), shaped)
     if source is not None and body.ignore_eos:
         raise CallerError(f"{source.param} cannot be kept with ignore_eos", param="ignore_eos")
     prompts = await _encode_prompts(text, _prompt_items(body), served)
@@ -346,7 +347,7 @@ async def _compiled(
     """Compile a grammar off the event loop, and see that it lets a first token through."""
     if source is None:
         return None
-    return await aside(lambda: text.grammars.compile(source, thinking))
+    return await formed(lambda: text.grammars.compile(source, thinking), True)
 
 
 def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:

@@ -25,6 +25,7 @@ _JSON_STYLE: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 _LARGEST: Final = 1 << 20  # characters of one grammar
 _MOST_LINES: Final = 1_000  # of a written grammar: rules that call each other cost their square
 _DEEPEST: Final = 120  # levels of a schema; the engine's own bound is near
+_MOST_PAIRS: Final = 10_000  # a property and a pattern each; a pair takes some 10 us
 _BYTES: Final = LLTokenizer("byte")
 _LITERAL: Final = re.compile(r"\^(?P<inner>.*)\$", re.DOTALL)
 
@@ -47,18 +48,33 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def bounded(schema: Any, param: str) -> Any:
-    """Return a schema that is nested so little that it can be walked.
+    """Return a schema that is nested so little, and pairs so little, that it can be walked.
 
     Raises:
-        CallerError: When it is nested too deeply.
+        CallerError: When it is nested too deeply, or has too many properties beside patterns.
     """
-    layer = [schema]
+    layer, pairs = [schema], 0
     for _ in range(_DEEPEST):
         parts = [p for p in layer if isinstance(p, dict | list)]
         if not parts:
             return schema
+        pairs += sum(_pairs(p) for p in parts)
+        if pairs > _MOST_PAIRS:
+            raise CallerError(
+                f"{param}: properties times patternProperties are more than {_MOST_PAIRS:,}",
+                param=param,
+            )
         layer = [v for p in parts for v in (p.values() if isinstance(p, dict) else p)]
     raise CallerError(f"{param}: nested more than {_DEEPEST} deep", param=param)
+
+
+def _pairs(part: Any) -> int:
+    """Return how many properties are looked for among how many patterns; see `_apart`."""
+    if not isinstance(part, dict):
+        return 0
+    named, patterns = part.get("properties"), part.get("patternProperties")
+    both = isinstance(named, dict) and isinstance(patterns, dict)
+    return len(named) * len(patterns) if both else 0  # type: ignore[arg-type]
 
 
 def _sized(text: str, param: str) -> str:
