@@ -560,7 +560,7 @@ def test_objects_keep_to_the_properties_they_list(text: Text) -> None:
 
 def test_properties_beside_many_patterns_are_refused_by_name() -> None:
     """Each property is looked for among all patterns, which a short schema makes many of."""
-    names = {f"n{i}": {} for i in range(200)}
+    names: dict[str, Any] = {f"n{i}": {} for i in range(200)}
     nested = {"type": "array", "items": {"properties": names, "patternProperties": names}}
     with pytest.raises(CallerError, match="patternProperties") as caught:
         sources.json_schema(nested, "guided_json")
