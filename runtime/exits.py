@@ -45,6 +45,7 @@ class Exits:
         self, tokens: Sequence[bytes], control: Iterable[int], end_ids: Sequence[int]
     ) -> None:
         self._end = end_ids[0]
+        self._end_ids = sorted(end_ids)
         self._tokens = tokens
         self._ids = {text: token for token, text in reversed(list(enumerate(tokens)))}
         self.vocab_size = len(tokens)
@@ -66,7 +67,7 @@ class Exits:
                 outside[known] = 21 + at
         for ranks in (plain, single, inside, outside):
             ranks[kind == _CONTROL] = _LAST - 1
-        out = sorted(end_ids)
+        out = self._end_ids
         self._plain, self._single = _Ranks(plain, out, 4), _Ranks(single, out, 1000)
         self._inside, self._outside = _Ranks(inside, out, 4), _Ranks(outside, out, 1000)
         self._lasting = {i for i, text in enumerate(tokens) if text and not text.strip(b'"]},:')}
@@ -84,8 +85,9 @@ class Exits:
         for turns in ((1, 0), (1, 2)):
             limit = min(most, _SHORTER) if found is None and turns[1] else most
             limit = limit if found is None else len(found) - 1
-            found = self._search(matcher.deep_copy(), limit, json, turns) or found
-            if found is not None and len(found) < limit // 2:
+            step = self._search(matcher.deep_copy(), limit, json, turns)
+            found = found if step is None else step  # which may be empty: the answer is whole
+            if found is not None and len(found) <= limit // 2:
                 break
         return found
 
@@ -114,13 +116,20 @@ class Exits:
         return [token]
 
     def alike(self, token: int) -> NDArray[np.bool_]:
-        """Return which tokens lead no further than one that leads not far enough."""
+        """Return which tokens lead no further than one that leads not far enough.
+
+        Those that end the answer are never among them.
+        """
         kind = self._kind[token]
         if kind == 4:
             return np.asarray((self._kind == kind) & (self._size <= self._size[token]))
         if kind > 2:
             return np.asarray(np.arange(self._kind.size) == token)
         return np.asarray((self._kind <= 2) & (self._size <= self._size[token]))
+
+    def ending(self, allowed: Ids) -> Ids:
+        """Return the allowed tokens that end an answer."""
+        return allowed[np.isin(allowed, self._end_ids)]
 
     def behind(
         self,

@@ -115,6 +115,8 @@ class Lead:
         if rest.size and self._tries < _TRIES:
             return rest
         self._settled = True
+        if not self._way and (ending := self._exits.ending(allowed)).size:
+            return ending
         begin = self._exits.begins(self._way or (), allowed)
         return allowed if begin is None else np.array([begin])
 

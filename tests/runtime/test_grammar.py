@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from tests.lanes.tiny import tiny_grammars, tiny_tokenizer
 
 from paceline.runtime import exits, lead, sources
 from paceline.runtime.dialect import forced_call
@@ -565,3 +567,40 @@ def test_properties_beside_many_patterns_are_refused_by_name() -> None:
     with pytest.raises(CallerError, match="patternProperties") as caught:
         sources.json_schema(nested, "guided_json")
     assert caught.value.param == "guided_json"
+
+
+def test_an_answer_that_is_whole_may_end_when_its_budget_does() -> None:
+    """What would begin another word that does not fit is refused, and the end is not."""
+    tokenizer, grammars = tiny_tokenizer(), tiny_grammars()
+    row = grammars.compile(sources.choice(["red", "redvioletyellowviolet"], "f")).follow()
+    red, violet = tokenizer.token_to_id("red"), tokenizer.token_to_id("violet")
+    assert row.fits(red, 2)
+    row.take(red, 2)
+    assert not row.fits(violet, 1)
+    left = row.allowed()
+    assert left is not None
+    assert tokenizer.token_to_id("<end>") in left
+    assert violet not in left
+
+
+@pytest.mark.parametrize("budget", [2, 6, 20])
+@pytest.mark.parametrize("pattern", ["([a-z]{3}!)*", "([a-z]{9} )*"])
+def test_a_form_that_holds_from_the_start_is_kept_to_the_end(pattern: str, budget: int) -> None:
+    """Its way out is empty, not unknown, so a row that would rather not end is not cut midway."""
+    tokenizer, grammars = tiny_tokenizer(), tiny_grammars()
+    end = tokenizer.token_to_id("<end>")
+    for seed in range(4):
+        rng, said = random.Random(seed), list[int]()
+        row = grammars.compile(sources.regex(pattern, "f")).follow()
+        while len(said) < budget and (not said or said[-1] != end):
+            left = budget - len(said)
+            while True:
+                allowed = row.allowed()
+                assert allowed is not None
+                token = rng.choice([t for t in allowed.tolist() if t != end] or [end])
+                if row.fits(token, left):
+                    break
+            row.take(token, left)
+            said.append(token)
+        text = tokenizer.decode([token for token in said if token != end])
+        assert re.fullmatch(pattern, text), (seed, text)
