@@ -58,3 +58,13 @@ def test_no_stops_hold_nothing_back() -> None:
     """Without stop strings text passes straight through."""
     matcher = StopMatcher([])
     assert matcher.push("abc") == "abc"
+
+
+def test_what_was_shown_begins_no_stop() -> None:
+    """Text behind a call is another text: a stop string does not span both."""
+    matcher = StopMatcher(["ab", "aba"])
+    assert matcher.push("ca") == "c"
+    assert matcher.flush() == "a"
+    assert matcher.push("b") == "b"
+    assert matcher.push("ab") == ""
+    assert matcher.matched == "ab"
