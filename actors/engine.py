@@ -114,5 +114,5 @@ class Engine:
         try:
             delta = self._reader.prefill(row, tokens)
         except RowError as error:
-            delta = RowDelta(key, error=str(error))
+            delta = RowDelta(key, error=str(error) or type(error).__name__)
         return delta, row.read - before

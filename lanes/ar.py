@@ -1,13 +1,14 @@
 """Target-only decoding at one geometry: rows step together, join and leave between steps."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import mlx.core as mx
 import msgspec
 
 from ..runtime.context import RowContext
 from ..runtime.errors import RowError
-from .base import LaneSpec, Receipt, Row, RowDelta, Trunk
+from .base import LaneSpec, Receipt, Row, RowDelta, Trunk, reason
 from .choosing import ON_HOST, Chooser, Span
 from .geometry import lane_name
 from .head import Head
@@ -89,17 +90,18 @@ class ArLane:
             try:
                 places[self._seats.take(row, rows)] = row, depth
             except Exception as error:  # whatever it was, the row has no seat
-                deltas.append(RowDelta(row.key, error=str(error)))
+                deltas.append(RowDelta(row.key, error=reason(error)))
         while places:
             order = sorted(places)
             stepping = [places[place][0] for place in order]
             slots = self._seats.buffers(stepping)
             wanted = [places[place][1] for place in order]
             try:
-                slots.reserve(max(slots.lengths) + 1 + max(wanted))
+                # One more than a pass writes: a second one begins behind what the first kept.
+                slots.reserve(max(slots.lengths) + 2 + max(wanted))
             except RowError as error:  # room for the longest is what there is none of
                 row, _ = places.pop(max(order, key=lambda at: slots.lengths[at]))
-                deltas.append(RowDelta(row.key, error=str(error)))
+                deltas.append(RowDelta(row.key, error=reason(error)))
                 self.close(row)  # its length must not weigh on the others' step
                 continue
             return [*deltas, *self._step(Seated(slots, stepping, order), wanted)]
@@ -128,10 +130,11 @@ class ArLane:
         # A row that stops at one steps once more, from a clean slot and without drafts.
         again = [at for at in broken if seated.slots.retract(seated.places[at])]
         if again:
-            last = mx.array([seated.rows[at].last_token for at in again])
-            found, _ = self._run(seated, again, last, [[] for _ in again], ())
-            for at, delta in zip(again, found, strict=True):
-                deltas[at] = delta
+            with suppress(Exception):  # the first pass's errors stand; the others have committed
+                last = mx.array([seated.rows[at].last_token for at in again])
+                found, _ = self._run(seated, again, last, [[] for _ in again], ())
+                for at, delta in zip(again, found, strict=True):
+                    deltas[at] = delta
         for row, delta in zip(seated.rows, deltas, strict=True):
             row.failed = delta.error is not None
         return deltas

@@ -118,6 +118,11 @@ class RowDelta(msgspec.Struct, frozen=True):
     code: str = "row_failed"
 
 
+def reason(error: Exception) -> str:
+    """Return why a row cannot go on; never empty, which an error without words would be."""
+    return str(error) or type(error).__name__
+
+
 class SeatHolder(Protocol):
     """A wider lane's shared buffers, as a seated row sees them."""
 
@@ -149,7 +154,8 @@ class Row:
         self.adjuster = Adjuster(context.sampling, context.prompt)
         self.form = context.grammar.follow() if context.grammar is not None else None
         self.failed = False  # its keys and values may be no numbers
-        self.draft_failures = 0
+        self.draft_failures = 0  # since a draft that worked
+        self.head_failed = False  # what a head wrote for it may be no numbers
 
     def copy(self) -> Row:
         """Return an unseated twin that goes on by itself."""
@@ -159,6 +165,7 @@ class Row:
         twin.adjuster = self.adjuster
         twin.form = self.form.copy() if self.form is not None else None
         twin.failed, twin.draft_failures = self.failed, self.draft_failures
+        twin.head_failed = self.head_failed
         return twin
 
     @property
@@ -169,8 +176,14 @@ class Row:
     def draft_failed(self, times: int = 1) -> None:
         """Note that drafting failed; the row goes on without drafts, after a few times for good."""
         self.draft_failures += times
+        self.head_failed = True
         if not self.drafts:
             self.unheard = []  # nobody will read them
+
+    def draft_worked(self) -> None:
+        """Note that drafting worked: failures before it count no more."""
+        if self.drafts:
+            self.draft_failures = 0
 
     @property
     def position(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..runtime.errors import FormError
 from ..runtime.exits import Ids
-from .base import Row, RowDelta
+from .base import Row, RowDelta, reason
 from .ragged import Pass
 from .sampler import Logits
 from .verify import Acceptance, Coupled, Draft, Verdict
@@ -141,8 +141,8 @@ ON_HOST: Final = HostChooser(Coupled())
 def choosing_failed(row: Row, error: Exception) -> RowDelta:
     """Return the end of a row whose next token could not be chosen."""
     if isinstance(error, FormError):
-        return RowDelta(row.key, error=str(error), code="form_failed")
-    return RowDelta(row.key, error=f"choosing a token failed: {error}")
+        return RowDelta(row.key, error=reason(error), code="form_failed")
+    return RowDelta(row.key, error=f"choosing a token failed: {reason(error)}")
 
 
 def known(drafts: Sequence[Draft | None]) -> list[Draft]:

@@ -10,6 +10,7 @@ EAGLE-2 (Li et al. 2024).
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import mlx.core as mx
@@ -71,13 +72,15 @@ class HyperLane(MtpLane):
             verdict, kept = follow_tree(row, logits, tree)
         except Exception as error:
             if not passed.finite(0) and seated.slots.retract(seated.places[0]):
-                return super()._step(seated, [0])  # what is no number may be a wrong draft's
+                with suppress(Exception):  # the first pass's error stands
+                    return super()._step(seated, [0])  # what is no number may be a wrong draft's
             row.failed = True
             return [choosing_failed(row, error)]
         if fork is not None:
             fork.keep(kept)
         seated.slots.advance(0, len(kept))
         row.unheard.append(Hidden(passed.hidden[mx.array(kept)], 0, len(kept)))
+        row.draft_worked()
         return [
             RowDelta(
                 row.key,

@@ -50,6 +50,9 @@ class MtpLane(ArLane):
         columns = [column.tokens for column in drafter.columns]
         deltas = self._verify_drafts(seated, drafter.woven(), drafter.drafts, columns)
         drafter.look_back()
+        for at, drafts in enumerate(drafter.drafts):
+            if drafts and at not in drafter.failed:
+                seated.rows[at].draft_worked()
         return [
             msgspec.structs.replace(delta, draft_failed=True) if at in drafter.failed else delta
             for at, delta in enumerate(deltas)

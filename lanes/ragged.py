@@ -2,8 +2,9 @@
 
 Rows are left-aligned: position p of a row lies at index p of its slot. Taking tokens back is
 changing a length; what lies beyond it is masked and later overwritten. Masking hides numbers
-only: 0 x NaN is NaN. So what is not a number is wiped out of a slot (`RowSlots.wipe`) when the row
-that left it fails, and filler is zero, never another row's. One object satisfies mlx-lm's cache
+only: 0 x NaN is NaN. So a slot that a row leaves is wiped (`RowSlots.wipe`) beyond what the row
+kept, where a refused draft may have left what is no number, and as a whole when the row failed;
+and filler is zero, never another row's. One object satisfies mlx-lm's cache
 protocol a layer, so its model classes run unmodified on it.
 """
 
@@ -112,30 +113,44 @@ class RowSlots:
             None if v is None else mx.full(v.shape, float("nan"), v.dtype) for v in self.values
         ]
 
-    def vacate(self, slot: int, *, wiped: bool) -> None:
-        """Empty a slot.
+    def vacate(self, slot: int, *, spoilt: bool) -> None:
+        """Empty a slot and wipe what may be no number, which a mask would not hide.
 
         Args:
-            wiped: Whether its entries may be no numbers, which a mask would not hide.
+            spoilt: Whether that may be entries the row kept, too, and not only refused drafts'.
         """
-        if wiped:
-            self.wipe(slot, 0)
+        self.wipe(slot, 0 if spoilt else self.drafted[slot] or self.lengths[slot])
         self.lengths[slot] = 0
         self.drafted[slot] = 0
 
     def place(self, slot: int, row: "RowSlots") -> None:
-        """Copy a single row's valid tokens into a slot."""
+        """Copy a single row's valid tokens into a slot, or change nothing.
+
+        Raises:
+            RowError: When there is no memory for them.
+            RuntimeError: When the row's own keys and values cannot be computed.
+        """
         length = row.lengths[0]
-        self.reserve(row.capacity)  # before anything changes: it may raise
-        self.lengths[slot] = length
-        self.drafted[slot] = row.drafted[0]
-        for buffers, sources in ((self.keys, row.keys), (self.values, row.values)):
+        self.reserve(row.capacity)
+        # All that may raise is computed apart: the buffers are the neighbours', too, and are
+        # written in place, since a copy of them would take the memory of all rows once more.
+        mx.eval(row.keys, row.values)
+        pairs = ((self.keys, row.keys), (self.values, row.values))
+        fresh = [
+            (buffers, layer, self._buffer(None, source))
+            for buffers, sources in pairs
+            for layer, source in enumerate(sources)
+            if source is not None and buffers[layer] is None
+        ]
+        mx.eval([buffer for _, _, buffer in fresh])
+        for buffers, layer, buffer in fresh:
+            buffers[layer] = buffer
+        for buffers, sources in pairs:
             for layer, source in enumerate(sources):
-                if source is None:
-                    continue  # a head that has read nothing yet
-                buffer = self._buffer(buffers[layer], source)
-                buffer[slot : slot + 1, :, :length] = source[:, :, :length]
-                buffers[layer] = buffer
+                held = buffers[layer]
+                if source is not None and held is not None:  # a head may have read nothing yet
+                    held[slot : slot + 1, :, :length] = source[:, :, :length]
+        self.lengths[slot], self.drafted[slot] = length, row.drafted[0]
         mx.eval(self.keys, self.values)
 
     def copy(self) -> "RowSlots":

@@ -23,7 +23,7 @@ from .base import Row
 
 _CHUNKS: Final = 192  # parts of a vocabulary whose maxima stand for them
 _CANDIDATES: Final = 64  # first guess at how many tokens a filter keeps
-_LARGEST: Final = 1e5  # a scaled logit whose exponential float32 still tells from its neighbours'
+_COLD: Final = 1e-20  # a temperature below which float32 quotients may overflow
 
 NOT_FINITE: Final = "the model produced no finite logit; the row cannot go on"
 
@@ -156,8 +156,12 @@ def top_tokens(logits: Logits, count: int) -> Ids:
 
 
 def logprob_of(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
-    """Return a token's log probability and the likeliest alternatives under plain softmax."""
-    peak = float(logits.max())
+    """Return a token's log probability and the likeliest alternatives under plain softmax.
+
+    Raises:
+        RowError: When any logit is NaN, or the largest is no number.
+    """
+    peak = float(finite(logits).max())  # of all: a form may have left out what is no number
     normaliser = peak + float(np.log(np.exp(logits - peak, dtype=np.float64).sum()))
     top = top_tokens(logits, alternatives)[:alternatives] if alternatives else ()
     return TokenLogprob(
@@ -170,8 +174,8 @@ def logprob_of(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
 def _kept(logits: Logits, top: Ids, sampling: Sampling) -> Ids | None:
     """Apply the filters to the likeliest tokens; None when they may keep more than these."""
     size = logits.shape[0]
-    scaled = logits[top].astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled[0])
+    largest = float(logits[top[0]])
+    weights = np.exp((logits[top].astype(np.float64) - largest) / sampling.temperature)
     if 0 < sampling.top_k < size:
         top, weights = top[: sampling.top_k], weights[: sampling.top_k]
         complete = True
@@ -179,7 +183,7 @@ def _kept(logits: Logits, top: Ids, sampling: Sampling) -> Ids | None:
         complete = len(top) == size
     end = len(top)
     if sampling.top_p < 1:
-        mass = weights.sum() if complete else _total_weight(logits, sampling.temperature, scaled[0])
+        mass = weights.sum() if complete else _total_weight(logits, sampling.temperature)
         reached = np.cumsum(weights) >= sampling.top_p * mass
         if not reached.any() and not complete:
             return None
@@ -193,10 +197,16 @@ def _kept(logits: Logits, top: Ids, sampling: Sampling) -> Ids | None:
     return top[:end]
 
 
-def _total_weight(logits: Logits, temperature: float, peak: float) -> float:
-    if abs(peak) > _LARGEST:
-        return float(np.exp(logits.astype(np.float64) / temperature - peak).sum())
-    return float(np.exp(logits / np.float32(temperature) - np.float32(peak)).sum(dtype=np.float64))
+def _total_weight(logits: Logits, temperature: float) -> float:
+    """Return the sum of all weights, where the largest is 1; right to some millionths.
+
+    The largest logit goes off before the division: a quotient of thousands, as low temperatures
+    give, has no digits left in float32 for its difference from another.
+    """
+    below = logits - logits.max()
+    if temperature < _COLD:
+        return float(np.exp(below.astype(np.float64) / temperature).sum())
+    return float(np.exp(below / np.float32(temperature)).sum(dtype=np.float64))
 
 
 def _pick_unfiltered(

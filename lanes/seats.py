@@ -45,7 +45,7 @@ class Seats:
         if not any(self._rows):
             self._slots.clear()
         else:
-            self._slots.vacate(at, wiped=row.failed)
+            self._slots.vacate(at, spoilt=row.failed or row.head_failed)
 
     def _seat(self, row: Row, stepping: Sequence[Row]) -> None:
         if row.seats is not None:
@@ -57,7 +57,7 @@ class Seats:
         try:
             self._slots.place(at, row.slots)
         except Exception:
-            self._slots.vacate(at, wiped=False)
+            self._slots.vacate(at, spoilt=True)
             raise
         row.slots.clear()
         self._rows[at] = row

@@ -90,7 +90,7 @@ def _by_the_rule(logits: NDArray[np.float32], s: Sampling, key: tuple[int, int])
 
 _SAMPLINGS = st.builds(
     Sampling,
-    temperature=st.sampled_from([0.0, 1e-20, 0.4, 1.0, 1.6]),
+    temperature=st.sampled_from([0.0, 1e-20, 0.001, 0.002, 0.01, 0.05, 0.4, 1.0, 1.6]),
     top_k=st.sampled_from([0, 1, 2, 5, 30]),
     top_p=st.sampled_from([1.0, 1 - 1e-9, 0.9, 0.5, 0.3, 0.0]),
     min_p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
@@ -123,6 +123,26 @@ def test_host_and_device_follow_one_rule_through_ties(
         expected = _by_the_rule(row, sampling, key)
         assert sampler.pick(row, sampling, key) == expected
         assert token == expected or not sure
+
+
+@pytest.mark.parametrize("peak", [0.0, 90.0, -90.0])
+@pytest.mark.parametrize("temperature", [0.001, 0.002, 0.01, 0.05])
+def test_filters_are_right_at_low_temperatures(temperature: float, peak: float) -> None:
+    """Close leaders far from 0, and a top_p near a sum of theirs: host and device by the rule."""
+    rng = np.random.default_rng(3)
+    for at in range(60):
+        logits = (rng.standard_normal(4000) * 0.5).astype(np.float32) + np.float32(peak - 5)
+        leaders = rng.random(3).astype(np.float32) * np.float32(temperature)
+        logits[:3] = np.float32(peak) - leaders
+        sums = np.cumsum(
+            np.exp(np.sort((logits[:3] - peak).astype(np.float64))[::-1] / temperature)
+        )
+        top_p = float(sums[rng.integers(2)] / sums[2] * (1 + rng.choice([-1, 1]) * 3e-4))
+        sampling, key = Sampling(temperature=temperature, top_p=top_p), noise.stream_key(at, 1)
+        expected = _by_the_rule(logits, sampling, key)
+        assert sampler.pick(logits, sampling, key) == expected
+        picks = device.pick_keyed(mx.array(logits[None]), [sampling], [key], None)
+        assert picks.tokens.tolist() == [expected] or picks.sure.tolist() == [False]
 
 
 class _Logits:

@@ -536,6 +536,155 @@ def test_a_row_that_cannot_start_or_sit_ends_alone(monkeypatch: pytest.MonkeyPat
     assert engine.run(Plan(close=("late",))).read is None
 
 
+@pytest.mark.parametrize("make", [lockstep, stock])
+@pytest.mark.parametrize("why", ["memory", "anything"])
+def test_a_second_pass_that_raises_costs_only_the_row_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made], why: str
+) -> None:
+    """What the neighbours committed in the first pass comes out, at a buffer's end, too."""
+    made = make()
+    lane = lane_of(made, 3)
+    asks = context(0, Sampling(temperature=0), 249, 40)
+    good = begin(lane, asks, "good")
+    bad = begin(lane, context(3, Sampling(temperature=0), 40, 40), "bad")
+    lane.step([bad, good], [0, 0])
+    slots = where(lane, good)[0]
+    while max(slots.lengths) < 255:  # the second pass would need a longer buffer
+        lane.step([bad, good], [0, 0])
+    poison(lane, bad, [0, 1], 3, 200, NAN)
+    before = len(good.generated)
+    kind, passes = type(made[0]), []
+    step, reserve = kind.step, RowSlots.reserve
+
+    def once(self: Any, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        passes.append(layout.counts)
+        if len(passes) == 2 and why == "anything":
+            raise RuntimeError("[malloc] Unable to allocate")
+        return step(self, slots, layout, tokens)
+
+    def full(self: RowSlots, positions: int) -> None:
+        if passes and positions > self.capacity:
+            raise RowError("there is no memory")
+        reserve(self, positions)
+
+    monkeypatch.setattr(kind, "step", once)
+    monkeypatch.setattr(RowSlots, "reserve", full)
+    found = {delta.key: delta for delta in lane.step([bad, good], [0, 0])}
+    assert passes == [(1, 1, 0), (1, 0, 0)]
+    assert "no finite logit" in (found["bad"].error or "")
+    assert found["good"].error is None
+    assert len(found["good"].tokens) == len(good.generated) - before == 1
+    monkeypatch.undo()
+    lane.close(bad)
+    while good.left > 0:
+        lane.step([good], [0])
+    assert good.generated == plain(made, [asks])[0][0]
+
+
+def test_a_second_pass_of_a_row_with_branches_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row ends with the first pass's error, and nothing else does."""
+    trunk, head = made = lockstep()
+    row = begin(lane_of(made, 1), context(1, Sampling(temperature=0), 40, 20))
+    lane = HyperLane(trunk, "float32", RECEIPT, head)
+    lane.step([row], [2])
+    poison(lane, row, [0, 1], 3, 40, NAN)
+    kind, passes = type(trunk), []
+
+    def counted(plain: Any) -> Any:
+        def run(*args: Any) -> Pass:
+            passes.append(plain)
+            if len(passes) == 2:
+                raise ValueError
+            done: Pass = plain(*args)
+            return done
+
+        return run
+
+    monkeypatch.setattr(kind, "step", counted(kind.step))
+    monkeypatch.setattr(kind, "branch", counted(kind.branch))
+    (delta,) = lane.step([row], [2])
+    assert len(passes) == 2
+    assert "no finite logit" in (delta.error or "")
+    assert row.failed
+
+
+@pytest.mark.parametrize("make", [lockstep, stock])
+@pytest.mark.parametrize("head", [False, True])
+def test_a_row_that_ended_well_leaves_a_clean_slot(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Made], head: bool
+) -> None:
+    """A refused draft may have overflowed, or a head: the next row there never meets it."""
+    made = make()
+    lane = lane_of(made, 3)
+    first = begin(lane, context(0, Sampling(temperature=0), 24, 40), "first")
+    other = begin(lane, context(2, Sampling(temperature=0), 9, 60), "other")
+    lane.step([first, other], [2, 2])
+    slots, at = where(lane, first)
+    if head:
+        poison(lane, first, [2], 0, 200, NAN)
+        assert lane.step([first, other], [2, 2])[0].draft_failed
+    else:
+        poison(lane, first, [0, 1, 2], slots.lengths[at], 200, NAN)
+    lane.close(first)
+    late = begin(lane, context(1, Sampling(temperature=0), 20, 40), "late")
+    kind, counts = type(made[0]), []
+    step = kind.step
+
+    def counted(self: Any, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
+        counts.append(layout.counts)
+        return step(self, slots, layout, tokens)
+
+    monkeypatch.setattr(kind, "step", counted)
+    for _ in range(3):
+        deltas = lane.step([late, other], [2, 2])
+        assert [(delta.error, delta.draft_failed) for delta in deltas] == [(None, False)] * 2
+    assert counts == [(3, 3, 0)] * 3
+    assert late.generated == plain(made, [late.context])[0][0][: len(late.generated)]
+
+
+def test_drafts_that_work_make_up_for_those_that_failed() -> None:
+    """Only failures in a row end drafting; in the lane with branches, too."""
+    trunk, head = made = lockstep()
+    raising = _Raising(ACCEPTANCE["coupled"], set(), ValueError("x"))
+    narrow = lane_of(made, 1, HostChooser(raising))
+    row = begin(narrow, context(1, Sampling(temperature=0), 20, 60))
+    hyper = HyperLane(trunk, "float32", RECEIPT, head)
+    for lane in (narrow, hyper, narrow):
+        raising._keys = {"row"}
+        for _ in range(DRAFT_FAILURES - 1):
+            (delta,) = narrow.step([row], [1])
+            assert delta.draft_failed
+        raising._keys = set()
+        (delta,) = lane.step([row], [1])
+        assert (delta.draft_failed, delta.drafted) == (False, 1)
+    assert row.drafts
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RowError(""), ValueError("shapes")])
+def test_an_error_without_words_still_ends_its_row(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """An empty reason would read as none at every place that looks for one."""
+    lane = lane_of(lockstep(), 3)
+    rows = [begin(lane, context(i, Sampling(), 9, 20), str(i)) for i in range(2)]
+
+    def fails(*rest: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSlots, "place", fails)
+        seats = [delta.error for delta in lane.step(rows, [0, 0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSlots, "reserve", fails if isinstance(error, RowError) else reserve_all)
+        patch.setattr(sampler, "choose", fails)
+        chosen = [delta.error for delta in lane.step(rows, [0, 0])]
+    words = str(error) or type(error).__name__
+    assert all(words in (found or "") for found in (*seats, *chosen))
+
+
+reserve_all = RowSlots.reserve
+
+
 @pytest.mark.parametrize("damage", ["filler", "wipe"])
 def test_lanes_that_let_nan_through_are_not_installed(
     monkeypatch: pytest.MonkeyPatch, damage: str

@@ -141,3 +141,24 @@ def test_what_a_head_has_read_moves_with_its_row() -> None:
     assert slots.drafted == [0, 4, 0]
     assert slots.extract(1).drafted == [4]
     assert row.copy().slots.drafted == [4]
+
+
+def test_a_row_that_cannot_be_computed_changes_no_neighbour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its keys and values come to nothing before the shared buffers are written."""
+    slots = RowSlots(2, _LAYERS)
+    good, bad = _row("good", 5), _row("bad", 6)
+    slots.place(0, good.slots)
+    held = [np.array(a) for pair in zip(slots.keys, slots.values, strict=True) for a in pair]
+
+    def fails(*arrays: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", fails)
+        with pytest.raises(RuntimeError):
+            slots.place(1, bad.slots)
+    assert slots.lengths == [5, 0]
+    now = [np.array(a) for pair in zip(slots.keys, slots.values, strict=True) for a in pair]
+    assert all(np.array_equal(a, b) for a, b in zip(held, now, strict=True))

@@ -219,3 +219,14 @@ def test_equal_logits_keep_exactly_k_and_the_lowest_ids(seed: int, k: int, size:
     # So cold that float64 loses the noise beside the logits: every best token has one score.
     cold = sampler.pick(logits, Sampling(temperature=1e-20), noise.stream_key(seed, 1))
     assert cold == int(logits.argmax())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_log_probability_is_a_number_or_none_at_all(bad: float) -> None:
+    """What a form leaves out counts in the softmax: without a number there, the row ends."""
+    logits = _logits(50, 1.0, 1)
+    logits[40] = bad
+    with pytest.raises(RowError, match="no finite logit"):
+        sampler.logprob_of(logits, 3, 2)
+    logits[40] = -np.inf
+    assert np.isfinite(sampler.logprob_of(logits, 3, 2).logprob)
