@@ -26,6 +26,7 @@ from .choosing import ON_HOST, HostChooser, on_host
 from .head import Head
 from .mtp import MtpLane
 from .ragged import Layout, Pass, RowSlots
+from .reference import apart, sound
 from .sampler import Logits, finite
 from .spoilt import chosen_alike, leave_spoilt
 from .verify import Draft, Verdict
@@ -152,8 +153,8 @@ class LaneChecker:
         runs = [self._run(rows[:1], geometry, self._depths, answers, spoilt)[-1]]
         if geometry > 1:
             runs.append(self._run([*others, rows[0]], geometry, self._depths, answers)[-1])
-        apart = max(_apart(run.logits, before.logits) for run in runs)
-        found = f"largest difference {apart:.3g}"
+        worst = max(_apart(run.logits, before.logits) for run in runs)
+        found = f"largest difference {worst:.3g}"
         drafts = max(_apart(run.drafted, before.drafted) if before.drafted else 0.0 for run in runs)
         if before.drafted:
             found += f", of a draft {drafts:.3g}"
@@ -161,7 +162,7 @@ class LaneChecker:
         if not alike:
             found += "; another token is chosen on the device"
         # A draft decides how many tokens a step commits and not which, so it may round.
-        return Check("row isolation", apart == 0.0 and drafts <= self._bound and alike, found)
+        return Check("row isolation", worst == 0.0 and drafts <= self._bound and alike, found)
 
     def _run(
         self,
@@ -313,13 +314,12 @@ def _refuse(lane_name: str, checks: Sequence[Check]) -> None:
 
 
 def _apart(ours: Transcript, theirs: Transcript) -> float:
-    found = [float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True)]
-    return max(found) if np.isfinite(found).all() else float("inf")  # max() may skip a NaN
+    return max(apart(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _finite(traces: Sequence[Trace]) -> Check:
-    bad = sum(not np.isfinite(logits).all() for trace in traces for logits in trace.logits)
-    return Check("finite logits", bad == 0, f"{bad} steps with a non-finite logit")
+    bad = sum(not sound(logits) for trace in traces for logits in trace.logits)
+    return Check("finite logits", bad == 0, f"{bad} positions without a finite largest logit")
 
 
 def _read(lane: ArLane, key: str, prompt: tuple[int, ...]) -> Row:

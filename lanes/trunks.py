@@ -49,10 +49,10 @@ def choose_trunk(
         check = reference.compare(trunk, own, bound)
         _refuse_other_logits(check, trunk.arithmetic)
         return trunk, why, (check,)
-    foreign = foreign_caches(net)
+    foreign, routed = foreign_caches(net), reference.routed(net)
     if not foreign:
         stock = StockTrunk(net, vocab_size, chunk)
-        check = _compared(stock, own, bound, True)
+        check = _compared(stock, own, bound, True, routed)
         if not (check.passed or one_row):
             _refuse_other_logits(check, "rows side by side")
         if check.passed:
@@ -66,15 +66,17 @@ def choose_trunk(
     else:
         why += f"; state in {', '.join(foreign)}"
     solo = SoloTrunk(net, vocab_size, chunk)
-    check = _compared(solo, own, bound, not without_checkpoint(net))
+    check = _compared(solo, own, bound, not without_checkpoint(net), routed)
     _refuse_other_logits(check, solo.arithmetic)
     return solo, why, (check,)
 
 
-def _compared(trunk: Trunk, own: Sequence[Reference], bound: float, rewinds: bool) -> Check:
+def _compared(
+    trunk: Trunk, own: Sequence[Reference], bound: float, rewinds: bool, routed: bool
+) -> Check:
     """Compare with mlx-lm; a model whose classes cannot run so differs, whatever they raise."""
     try:
-        return reference.compare(trunk, own, bound, rewinds=rewinds)
+        return reference.compare(trunk, own, bound, rewinds=rewinds, routed=routed)
     except Exception as error:
         return Check(reference.NAME, False, f"{type(error).__name__}: {error}")
 

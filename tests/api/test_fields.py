@@ -23,7 +23,8 @@ from paceline.runtime.errors import BusyError, CallerError
 from paceline.runtime.text import ChatPrompt
 
 _ROOT: Final = Path(__file__).parents[2]
-_CAPTURED: Final = _ROOT.parent / "shared" / "clients"
+_SENT: Final = _ROOT / "tests" / "clients" / "bodies"
+_CAPTURED: Final = _ROOT.parent / "shared" / "clients"  # more of them, where it is there
 _BODIES: Final[dict[Route, Any]] = {
     "chat": ChatRequest,
     "text": CompletionRequest,
@@ -299,18 +300,18 @@ def test_the_docs_show_the_list() -> None:
     assert markdown() in (_ROOT / "docs" / "api.md").read_text()
 
 
-@pytest.mark.skipif(not _CAPTURED.is_dir(), reason="the captured bodies are not here")
 async def test_what_real_agents_send_is_taken(
     serving: Serving, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each captured request gets as far as the queue."""
+    """Requests of the forms that agents send, and captured ones where they are, reach the queue."""
 
     def full(_: House, generation: Any) -> Any:
         raise BusyError(generation.request_id, 1)
 
     monkeypatch.setattr(House, "start", full)
-    files = sorted(_CAPTURED.glob("*.json"))
+    files = sorted(_SENT.glob("*.json"))
     assert files
+    files += sorted(_CAPTURED.glob("*.json"))
     async with serving(says("ok"), context=400_000) as (client, _):
         for file in files:
             sent = json.loads(file.read_text())

@@ -18,6 +18,7 @@ from paceline.lanes.head import Head, LockstepHead, StockHead
 from paceline.lanes.install import Installed
 from paceline.lanes.lockstep import LockstepTrunk, products
 from paceline.lanes.mtp import Drafter, MtpLane
+from paceline.lanes.penalties import Adjuster
 from paceline.lanes.ragged import Layout, Pass, RowSlots
 from paceline.lanes.stock import StockTrunk
 from paceline.lanes.tiles import probe_tiles
@@ -333,6 +334,7 @@ def test_one_row_with_a_bad_setting_fails_alone() -> None:
         gained.append(list(delta.tokens))
     broken = Sampling(temperature=0.8, logit_bias=((VOCAB + 5, 1.0),))
     rows[1].context = RowContext(bad.prompt, broken, 1, 20, frozenset())
+    rows[1].adjuster = Adjuster(broken, bad.prompt)
     first = {delta.key: delta for delta in lane.step(rows, [2] * len(rows))}
     assert "failed" in (first["1"].error or "")
     lane.close(rows[1])

@@ -7,13 +7,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models import internlm2, llama
+from mlx_lm.models import internlm2, llama, qwen3_moe
+from mlx_lm.models.cache import make_prompt_cache
 from tests.lanes.tiny import CARD, LLAMA, VOCAB, tiny_llama
 
-from paceline.lanes import lockstep, rotation
+from paceline.lanes import lockstep, rotation, trunks
 from paceline.lanes.install import Installed, Wanted, install
 from paceline.lanes.known import unsupported
-from paceline.lanes.reference import own_logits
+from paceline.lanes.reference import Reference, compare, own_logits, routed
+from paceline.lanes.stock import StockTrunk
 from paceline.runtime.context import RowContext, Sampling
 from paceline.runtime.errors import LaneRefused
 from paceline.runtime.model import LoadedModel
@@ -197,3 +199,103 @@ def test_mlx_lms_logits_are_taken_before_anything_is_replaced() -> None:
         every = [*found.prompt, *found.tokens]
         plain = np.array(net(mx.array([every]))[0])[len(found.prompt) - 1 :]
         assert np.abs(found.logits - plain).max() < 1e-4
+
+
+class _Masked(nn.Module):
+    """A model that masks tokens it never says, as phi3small does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.layers = net.layers
+        self.shift = 0
+
+    def __call__(self, x: mx.array, cache: Any = None) -> mx.array:
+        net: Any = self.net
+        logits: mx.array = net(x, cache=cache)
+        logits[..., VOCAB - 12 + self.shift :] = -float("inf")
+        return logits
+
+
+def test_masked_tokens_are_no_damage() -> None:
+    """A model that gives -inf to some tokens installs wide, drafts none of them and is compared."""
+    net = _Masked(tiny_llama())
+    found = _installed(net, Mode.AR_BATCH)
+    assert found.arithmetic == "stock"
+    assert "largest logit difference" in _agreed(found)
+    assert all(token < VOCAB - 12 for token in _greedy(found, tuple(range(5, 30)), 9))
+
+
+def test_other_tokens_masked_are_another_model() -> None:
+    """Where one side has a number and the other none, nothing agrees."""
+    net = _Masked(tiny_llama())
+    own = own_logits(net, VOCAB)
+    assert compare(StockTrunk(net, VOCAB), own, 1.0).passed
+    net.shift = 1
+    assert not compare(StockTrunk(net, VOCAB), own, 1.0).passed
+
+
+def _experts() -> nn.Module:
+    shape = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    mx.random.seed(5)
+    args = qwen3_moe.ModelArgs.from_dict({**LLAMA, "model_type": "qwen3_moe", **shape})
+    return qwen3_moe.Model(args)
+
+
+def test_experts_that_rounding_chooses_are_reported_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model with routers is served however far one token's logits are off; NaN is refused."""
+    assert routed(_experts())
+    assert not routed(tiny_llama())
+    plain = trunks.reference._seen
+    for off, taken in ((50.0, True), (float("nan"), False), (float("inf"), False)):
+        monkeypatch.setattr(
+            trunks.reference, "_seen", lambda *args, off=off: plain(*args) + np.float32(off)
+        )
+        if taken:
+            assert "other experts" in _agreed(_installed(_experts()))
+        else:
+            with pytest.raises(LaneRefused, match="against mlx-lm"):
+                _installed(_experts())
+        with pytest.raises(LaneRefused, match="against mlx-lm"):
+            _installed(tiny_llama(rope_traditional=True))  # mlx-lm's layers, no experts
+
+
+def test_how_far_mlx_lm_moves_is_the_most_of_several_ways() -> None:
+    """A prompt in one piece, cut in the middle and before its end, against the reference's own."""
+    net = _sharp(tiny_llama())
+    for found in own_logits(net, VOCAB):
+        every, size = [*found.prompt, *found.tokens], len(found.prompt)
+        for cut in (0, size // 2, size - 1):
+            caches, pieces = make_prompt_cache(net), [every[:cut], every[cut:]]
+            rows = [np.array(net(mx.array([p]), cache=caches)[0]) for p in pieces if p]
+            apart = np.abs(np.concatenate(rows)[size - 1 :] - found.logits).max()
+            assert apart <= found.moved
+
+
+def test_small_logits_are_compared_by_their_own_spread() -> None:
+    """Where all logits lie within a hundredth, an error of a two-thousandth is none of rounding."""
+    net: Any = tiny_llama()
+    net.model.norm.weight = net.model.norm.weight * 0.01
+    own = own_logits(net, VOCAB)
+    spread = float(np.std([found.logits for found in own]))
+    assert spread < 0.05
+    trunk: Any = StockTrunk(net, VOCAB)
+    trunk.arithmetic = "constant-shape"
+    assert compare(trunk, own, 1.0).passed
+    off = [
+        Reference(found.prompt, found.tokens, found.logits + np.float32(0.02 * spread), found.moved)
+        for found in own
+    ]
+    assert not compare(trunk, off, 1.0).passed

@@ -47,7 +47,7 @@ def test_a_rewind_that_keeps_a_wrong_draft_is_refused(monkeypatch: pytest.Monkey
 
 
 class _Blurred:
-    """A trunk whose wider passes are off by a little, over several positions or a single one."""
+    """A trunk whose passes over several positions are off by a little."""
 
     def __init__(self, inner: Trunk, several: float, single: float) -> None:
         self._inner = inner
@@ -59,8 +59,7 @@ class _Blurred:
     def step(self, slots: RowSlots, layout: Layout, tokens: mx.array) -> Pass:
         passed = self._inner.step(slots, layout, tokens)
         assert passed.logits is not None
-        if slots.count > 1:
-            # By a row's own positions: what depended on its neighbours would fail isolation.
+        if layout.total > 1:
             off = [self._off[count == 1] for count in layout.counts for _ in range(count)]
             passed.logits = passed.logits + mx.array(off)[:, None]
         return passed

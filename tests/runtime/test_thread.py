@@ -9,6 +9,8 @@ import trio
 from paceline.runtime import thread as thread_module
 from paceline.runtime.thread import LAG, DeviceThread
 
+_GUARD_S = 120.0  # after which a build ends by itself, so that waiting for it is seen to fail
+
 
 class _Loop:
     """Echoes messages one a turn and remembers which thread ran it."""
@@ -129,17 +131,16 @@ async def test_a_build_that_is_given_up_is_left_behind_at_once(
     def build() -> _Loop:
         thread.append(threading.current_thread())
         token.run_sync_soon(began.set)
-        go_on.wait()
+        go_on.wait(_GUARD_S)
         return _Loop()
 
     device = DeviceThread[int, int](build)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(device.run, lambda result: None)
         await began.wait()
-        threading.Timer(5, go_on.set).start()  # so that waiting for the build is seen to fail
         nursery.cancel_scope.cancel()
     assert device.stuck
     assert thread[0].is_alive()
     go_on.set()
-    await trio.to_thread.run_sync(thread[0].join, 10)
+    await trio.to_thread.run_sync(thread[0].join, _GUARD_S)
     assert not thread[0].is_alive()
