@@ -1,9 +1,4 @@
-"""How slow a client may be: what is sent to it and what it sends is bounded by progress.
-
-A client is cut when nothing moves for `client_stall_s`, or when one write or one body takes
-longer than that and a second for each KiB. So one that goes on, however slowly within that, is
-served to the end; one that takes or gives a byte now and then is not waited for for ever.
-"""
+"""A connection: what is sent on it is bounded by progress, and no fault of it leaves it."""
 
 import array
 import fcntl
@@ -13,56 +8,57 @@ from typing import Any, Final
 
 import trio
 from hypercorn.events import Closed, RawData
+from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
-from quart import Request
-from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
 
 from ..runtime.log import logger
+from .patience import Patience
+from .wire import Http1Protocol
 
-LEAST_RATE: Final = 1024  # bytes a second, on the whole, that a client has to take or give
 _PIECE: Final = 1 << 16  # bytes of one send where the socket itself is not in reach
-_LOOKS: Final = 10  # times within the limit that progress is looked for
-_MOST_BETWEEN_S: Final = 1.0
-
-
-class Patience:
-    """How long to wait for a client that is to move some bytes.
-
-    Args:
-        stall_s: Seconds in which something must move.
-    """
-
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._began = self._moved = trio.current_time()
-        self._bytes = 0
-
-    def saw(self, count: int) -> None:
-        """Note that bytes moved."""
-        if count > 0:
-            self._moved = trio.current_time()
-            self._bytes += count
-
-    @property
-    def deadline(self) -> float:
-        """When to wait no longer, unless more moves."""
-        on_the_whole = self._began + self._stall_s + self._bytes / LEAST_RATE
-        return min(self._moved + self._stall_s, on_the_whole)
-
-    @property
-    def next_look(self) -> float:
-        """When to look for progress that wakes nobody."""
-        between = min(self._stall_s / _LOOKS, _MOST_BETWEEN_S)
-        return min(self.deadline, trio.current_time() + between)
 
 
 class GuardedTCPServer(TCPServer):
     """Hypercorn's connection, with a sender that is fast when it can be and never stuck.
 
-    Hypercorn's own would wait for a client that stops reading for ever, even past SIGTERM.
+    Hypercorn's own would wait for a client that stops reading for ever, even past SIGTERM. Nor
+    does an error leave a connection, since it would end the server that runs it.
     """
 
     stall_s = 30.0
+
+    async def run(self) -> None:
+        """Serve one client until it or the server goes; raises nothing but cancellation."""
+        try:
+            await self._serve()
+        except* OSError:
+            pass  # the client is gone
+        except* Exception as errors:
+            logger().error("connection.failed", error=repr(errors), exc_info=errors)
+
+    async def _serve(self) -> None:
+        try:
+            peer = self.stream.socket
+            async with TaskGroup() as task_group:
+                self._task_group = task_group
+                self.protocol = Http1Protocol(  # type: ignore[assignment]  # without what chooses
+                    self.app,
+                    self.config,
+                    self.context,  # type: ignore[arg-type]  # as hypercorn's own connection does
+                    task_group,  # type: ignore[arg-type]
+                    ConnectionState(self.state),
+                    False,
+                    parse_socket_addr(peer.family, peer.getpeername()),
+                    parse_socket_addr(peer.family, peer.getsockname()),
+                    self.protocol_send,
+                )
+                await self.idle_task.restart(self._task_group, self._idle_timeout)
+                await self._read_data()
+                await self.idle_task.stop()  # nobody is left to wait for
+        finally:
+            await self._close()
 
     async def protocol_send(self, event: Any) -> None:
         """Send without blocking where the socket has room; else wait, but not for ever."""
@@ -104,8 +100,8 @@ class GuardedTCPServer(TCPServer):
             with trio.CancelScope(shield=True):
                 try:
                     sent = await self._send_rest(data, Patience(self.stall_s))
-                except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
-                    return False
+                except (trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError):
+                    return False  # a closed socket has no number, which is a ValueError
                 if not sent:
                     logger().info("connection.stalled", stall_s=self.stall_s)
                     await trio.aclose_forcefully(self.stream)
@@ -155,30 +151,6 @@ def _unsent(raw: Any) -> int | None:
     count = array.array("i", [0])
     try:
         fcntl.ioctl(raw.fileno(), termios.TIOCOUTQ, count)
-    except OSError:
+    except (OSError, ValueError):  # the latter when it is closed
         return None
     return count[0]
-
-
-async def read_body(request: Request, stall_s: float) -> bytes:
-    """Return a request's whole body.
-
-    Raises:
-        RequestTimeout: When the client sends too slowly; see `Patience`.
-        RequestEntityTooLarge: When the body is larger than the app allows.
-    """
-    most = request.max_content_length
-    patience = Patience(stall_s)
-    data = bytearray()
-    while True:
-        try:
-            with trio.fail_at(patience.deadline):
-                part = await anext(request.body)
-        except StopAsyncIteration:
-            return bytes(data)
-        except trio.TooSlowError:
-            raise RequestTimeout("the body came too slowly; send it faster") from None
-        data += part
-        patience.saw(len(part))
-        if most is not None and len(data) > most:
-            raise RequestEntityTooLarge

@@ -14,7 +14,7 @@ from quart import Request, g, has_app_context
 
 from ..runtime.errors import BusyError, CallerError
 from ..runtime.memory import Trimmer
-from .connection import read_body
+from .patience import read_body
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Intake:
 
     Args:
         most_bytes: The largest single body, and what all that are in work may have together.
-        stall_s: How slowly one may arrive; see `connection.Patience`.
+        stall_s: How slowly one may arrive; see `patience.Patience`.
     """
 
     def __init__(self, most_bytes: int, stall_s: float) -> None:

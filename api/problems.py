@@ -38,6 +38,8 @@ _SAID: Final = {
     413: "the body is larger than this server takes (body_limit_mb)",
     414: "the path is too long",
     431: "the request's headers are too large",
+    500: "the server failed on this request",
+    505: "this server speaks HTTP/1.1 and no other version",
 }
 
 _BROKEN_STATUS: Final = {

@@ -22,7 +22,6 @@ from ..runtime.settings import ServerArgs
 from ..runtime.shutdown import EXIT_SECOND_SIGNAL, EXIT_STUCK, STOP_SIGNALS, leave, signalled
 from .app import make_app
 from .connection import GuardedTCPServer
-from .wire import speak_json
 
 _GRACE_SECONDS: Final = 2.0  # hypercorn's own, after the drain: only idle connections are left
 _MARGIN_SECONDS: Final = 10.0  # over everything that is bounded, before the watchdog
@@ -125,7 +124,6 @@ async def serve_house(
     args = house.args
     GuardedTCPServer.stall_s = args.client_stall_s
     hypercorn.trio.run.TCPServer = GuardedTCPServer  # type: ignore[misc]  # its one seam
-    speak_json()
     closed = trio.Event()
     async with trio.open_nursery() as nursery:
         urls = await nursery.start(

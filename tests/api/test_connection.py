@@ -21,7 +21,8 @@ from tests.fakes import READ_S, STEP_S, Stand, row_context, stand
 from paceline.actors.house import HEARTBEAT_SECONDS
 from paceline.actors.request import Generation
 from paceline.api.app import make_app
-from paceline.api.connection import LEAST_RATE, GuardedTCPServer, Patience
+from paceline.api.connection import GuardedTCPServer
+from paceline.api.patience import LEAST_RATE, Patience
 from paceline.api.server import _config, serve_house
 from paceline.runtime.settings import ServerArgs
 

@@ -12,8 +12,6 @@ from tests.api.test_connection import _connected
 from tests.api.test_tools import _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
-from paceline.api.wire import speak_json
-
 _MESSAGES = "/v1/messages"
 _ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
 _CLAUDE = {**_LOCAL, "anthropic-version": "2023-06-01"}
@@ -183,7 +181,6 @@ async def test_broken_http_gets_json(
     autojump_clock: trio.testing.MockClock, sent: bytes, status: int, anthropic: bool
 ) -> None:
     """What is no HTTP is refused in the same words as what is no request."""
-    speak_json()
     async with _connected() as (client, _, _):
         await client.send_all(sent)
         answer = b""
