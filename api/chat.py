@@ -50,6 +50,7 @@ async def chat_completions(house: House, raw: bytes, priority: str | None) -> Re
     del raw  # not kept while the answer is made
     check_model(house, body.model)
     order = await chat_order(body, new_request_id(), house.text, house.served, house.args, priority)
+    del body  # nor this
     return await answer(house, order, "chat", ChatShape(house, order))
 
 

@@ -35,7 +35,7 @@ async def completions(house: House, raw: bytes, priority: str | None) -> Respons
     order = await completion_order(
         body, new_request_id(), house.text, house.served, house.args, priority
     )
-
+    del body  # nor this
     return await answer(house, order, "completions", TextShape(house, order))
 
 

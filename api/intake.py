@@ -5,7 +5,6 @@ threads run; so decoding, and every walk over what was decoded, is bounded.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Final, TypeVar
 
@@ -27,25 +26,44 @@ _STEP: Final = 1 << 18  # bytes between two chances for other threads
 _STRUCTURE: Final = b'"[]{},:'
 _OTHERS: Final = bytes(set(range(256)) - set(_STRUCTURE))
 _LARGE: Final = 1 << 20  # a body of more bytes needs room among those in work
-_MOST_ARRIVING: Final = 4  # times the largest body that all large ones on their way may have
+_MOST_ARRIVING: Final = 4  # times the largest body that all on their way may have
 _ROOM_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 5
-_TOO_MANY: Final = "too many large request bodies at a time; try again"
+_TOO_MANY: Final = "too many large request bodies at a time; try again, and send it at once"
 _LEVELS: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
+class _Arrival:
+    """One body on its way, and what it has of the server's memory."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.bytes = 0
+        self.cut = False
+        self._began = trio.current_time()
+
+    @property
+    def weight(self) -> float:
+        """How much it holds and for how long: who sends slowly weighs most."""
+        return self.bytes * (trio.current_time() - self._began)
+
+
 class Intake:
-    """Reads bodies; the large ones that arrive, and those in work, have a bound in bytes together.
+    """Reads bodies; those that arrive, and the large ones in work, have each a bound in bytes.
+
+    What counts is what has come and not what a client announces. At the bound the body that has
+    held most for longest is cut, so that slow ones keep no newcomer out.
 
     Args:
-        most_bytes: The largest single body, and what all that are in work may have together.
+        most_bytes: The largest single body, and what all that are in work may have together;
+            those that arrive may have four times as much.
         stall_s: How slowly one may arrive; see `patience.Patience`.
     """
 
     def __init__(self, most_bytes: int, stall_s: float) -> None:
-        self._most = most_bytes
         self._stall_s = stall_s
-        self._arriving = _MOST_ARRIVING * most_bytes
+        self._most_arriving = _MOST_ARRIVING * most_bytes
+        self._arriving: list[_Arrival] = []
         self._free = most_bytes
         self._changed = trio.Event()
         self._trimmer = Trimmer()
@@ -57,32 +75,41 @@ class Intake:
         gets it when it is here, so that a client that sends slowly keeps nobody waiting.
 
         Raises:
-            BusyError: When other large bodies leave no room for too long.
+            BusyError: When other bodies leave no room for too long, or this one has held too
+                much for too long.
             CallerError: When it nests too deeply or holds too much.
             RequestTimeout: When it comes too slowly.
             RequestEntityTooLarge: When it is larger than the app allows.
         """
-        size = request.content_length
-        with self._arrival(min(size or 0, self._most)):
-            body = await read_body(request, self._stall_s)
-        await self._take_room(len(body))
+        body = await self._arrived(request)
         if len(body) <= INLINE_BYTES:
             check_json(body)
         else:
             await aside(lambda: check_json(body))
         return body
 
-    @contextmanager
-    def _arrival(self, size: int) -> Iterator[None]:
-        """Count a body of a declared size while it arrives."""
-        size = size if size > _LARGE else 0
-        if size > self._arriving:
-            raise BusyError(_TOO_MANY, _RETRY_SECONDS)
-        self._arriving -= size
+    async def _arrived(self, request: Request) -> bytes:
+        arrival = _Arrival()
+        self._arriving.append(arrival)
         try:
-            yield
+            with arrival.scope:
+                body = await read_body(request, self._stall_s, partial(self._took, arrival))
+                await self._take_room(len(body))
+                return body
         finally:
-            self._arriving += size
+            self._arriving.remove(arrival)
+        raise BusyError(_TOO_MANY, _RETRY_SECONDS)
+
+    def _took(self, arrival: _Arrival, count: int) -> None:
+        """Count what came, and cut the heaviest while all together have too much."""
+        arrival.bytes += count
+        while True:
+            held = [one for one in self._arriving if not one.cut]
+            if sum(one.bytes for one in held) <= self._most_arriving:
+                return
+            heaviest = max(held, key=lambda one: one.weight)
+            heaviest.cut = True
+            heaviest.scope.cancel(reason="too many bytes of bodies on their way")
 
     async def _take_room(self, size: int) -> None:
         if size <= _LARGE:

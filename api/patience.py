@@ -5,6 +5,8 @@ longer than that and a second for each KiB. So one that goes on, however slowly 
 served to the end; one that takes or gives a byte now and then is not waited for for ever.
 """
 
+from collections.abc import Callable
+from io import BytesIO
 from typing import Final
 
 import trio
@@ -47,8 +49,11 @@ class Patience:
         return min(self.deadline, trio.current_time() + between)
 
 
-async def read_body(request: Request, stall_s: float) -> bytes:
+async def read_body(request: Request, stall_s: float, took: Callable[[int], None]) -> bytes:
     """Return a request's whole body.
+
+    Args:
+        took: Told of the bytes of each part as it comes.
 
     Raises:
         RequestTimeout: When the client sends too slowly; see `Patience`.
@@ -56,16 +61,17 @@ async def read_body(request: Request, stall_s: float) -> bytes:
     """
     most = request.max_content_length
     patience = Patience(stall_s)
-    data = bytearray()
+    data = BytesIO()  # gives its bytes away without a copy
     while True:
         try:
             with trio.fail_at(patience.deadline):
                 part = await anext(request.body)
         except StopAsyncIteration:
-            return bytes(data)
+            return data.getvalue()
         except trio.TooSlowError:
             raise RequestTimeout("the body came too slowly; send it faster") from None
-        data += part
+        took(len(part))
+        data.write(part)
         patience.saw(len(part))
-        if most is not None and len(data) > most:
+        if most is not None and data.tell() > most:
             raise RequestEntityTooLarge

@@ -1,10 +1,11 @@
 """Real hypercorn over memory streams in virtual time: keep-alive, disconnects, slow readers."""
 
 import contextlib
+import gc
 import json
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.actors.request import Generation
 from paceline.api.app import make_app
 from paceline.api.connection import GuardedTCPServer
 from paceline.api.patience import LEAST_RATE, Patience
+from paceline.api.schemas import ChatRequest, CompletionRequest
 from paceline.api.server import _config, serve_house
 from paceline.runtime.settings import ServerArgs
 
@@ -36,6 +38,25 @@ class _FakeSocket:
         return ("127.0.0.1", 1)
 
     getsockname = getpeername
+
+
+@asynccontextmanager
+async def _connections(args: ServerArgs) -> AsyncIterator[Callable[[], Any]]:
+    """Serve a house on fakes to as many client connections as are asked for."""
+    async with stand(args) as place, trio.open_nursery() as nursery:
+        config = _config(args)
+        GuardedTCPServer.stall_s = args.client_stall_s
+        app = wrap_app(make_app(place.house), 0, "asgi")
+
+        def connect() -> Any:
+            client, server = trio.testing.memory_stream_pair()
+            server.socket = _FakeSocket()  # type: ignore[attr-defined]
+            stream: Any = server
+            nursery.start_soon(GuardedTCPServer(app, config, WorkerContext(None), {}, stream).run)
+            return client
+
+        yield connect
+        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -310,3 +331,73 @@ async def test_a_body_in_chunks_has_the_same_bound(
             nursery.start_soon(upload)
             assert (await _receive_until(client, b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
             nursery.cancel_scope.cancel()
+
+
+_OPEN = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
+
+@pytest.mark.parametrize("length", [None, 1 << 20])
+async def test_bodies_on_their_way_are_bounded_together_and_newcomers_served(
+    autojump_clock: trio.testing.MockClock, length: int | None
+) -> None:
+    """Slow uploads, announced or in chunks, never hold more than four times body_limit_mb together.
+
+    The ones that have held most for longest are cut, and a body that comes at once is served.
+    """
+    args = ServerArgs(body_limit_mb=1, client_stall_s=30)
+    head = _OPEN + (
+        b"Transfer-Encoding: chunked\r\n\r\n"
+        if length is None
+        else b"Content-Length: %d\r\n\r\n" % length
+    )
+    async with _connections(args) as connect:
+        slow = []
+        for _ in range(14):
+            client = connect()
+            await client.send_all(head)
+            for _ in range(5):
+                piece = b" " * 100_000
+                chunk = b"%x\r\n%s\r\n" % (len(piece), piece)
+                await client.send_all(chunk if length is None else piece)
+                await trio.sleep(1)
+            slow.append(client)
+        large = _chat(2, stream=False)
+        large["messages"][0]["content"] = "x" * 4_000
+        data = _request({**large, "some_extra": "x" * 900_000})
+        newcomer = connect()
+        await newcomer.send_all(data)
+        assert (await _receive_until(newcomer, b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        for client in slow[:4]:
+            assert (await _receive_until(client, b"\r\n\r\n")).startswith(b"HTTP/1.1 503")
+
+
+async def test_announcing_much_keeps_nobody_out(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """What counts is what has come: many that announce the largest body and send little."""
+    async with _connections(ServerArgs(body_limit_mb=2, client_stall_s=30)) as connect:
+        for _ in range(20):
+            await connect().send_all(_OPEN + b"Content-Length: 2000000\r\n\r\n{")
+        newcomer = connect()
+        body = {**_chat(2, stream=False), "some_extra": "x" * 1_500_000}
+        await newcomer.send_all(_request(body))
+        assert (await _receive_until(newcomer, b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_a_request_sent_is_not_kept_while_it_is_answered(
+    autojump_clock: trio.testing.MockClock, path: str
+) -> None:
+    """Neither the bytes of a body nor what was decoded of it live as long as an answer."""
+    mark = "kept" * 20_000
+    body: dict[str, Any] = {"max_tokens": 5_000, "user": mark, "stop": ["never"]}
+    body |= {"prompt": "x"} if path == "/v1/completions" else {"messages": _chat(1)["messages"]}
+    async with _connected() as (client, place, _):
+        await client.send_all(_request(body, path))
+        await trio.sleep(1)
+        assert place.open_rows
+        gc.collect()
+        kept = [one for one in gc.get_objects() if isinstance(one, ChatRequest | CompletionRequest)]
+        assert kept == []
