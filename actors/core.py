@@ -199,7 +199,7 @@ class Core:
             cached_tokens=outcome.read.cached if outcome.read is not None else 0,
             read_s=outcome.read_s,
             active_rows=sum(row.placed and not row.parked for row in self._rows.values()),
-            parked_rows=sum(row.parked for row in self._rows.values()),
+            parked=frozenset(row.lease for row in self._rows.values() if row.parked),
             queue_depth=len(self._queue) + len(self._back()),
             state=self._state(),
         )
@@ -312,6 +312,7 @@ class Core:
             ready=[r for r in placed if not r.unread and not r.parked],
             parked=[r for r in rows if r.parked],
             holding=sum(r.parked for r in placed),
+            back=self._back(),
             stepping=self._stepping,
             costs=self._costs,
             now=now,

@@ -89,7 +89,7 @@ class Engine:
     def hand_out(self, outcome: Outcome) -> Turn:
         """Book the outcome and return what to hand to whom."""
         turn = self._core.apply(outcome, self._clock())
-        self.allowance_s, self.doing = self._stall_s, "idle"
+        self.doing = "idle"  # the allowance stays: until it is back the turn is not over
         return turn
 
     def wait_s(self) -> float | None:

@@ -153,7 +153,7 @@ class Turn(msgspec.Struct, frozen=True):
         prompt_tokens: Prompt tokens that were computed.
         cached_tokens: Prompt tokens that came from the prefix bank.
         active_rows: Rows that have a place and can go on.
-        parked_rows: Rows that wait for their readers.
+        parked: Rows that wait for their readers.
         queue_depth: Rows that wait for a place, such as were parked among them.
         state: What there is to do: nothing (idle), prefilling or decoding.
     """
@@ -170,6 +170,6 @@ class Turn(msgspec.Struct, frozen=True):
     cached_tokens: int
     read_s: float
     active_rows: int
-    parked_rows: int
+    parked: frozenset[Lease]
     queue_depth: int
     state: str

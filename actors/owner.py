@@ -72,6 +72,7 @@ class ModelOwner:
         self._clock = clock
         self._epoch = 0
         self._open: dict[Lease, _Client] = {}
+        self._parked: frozenset[Lease] = frozenset()  # as of the last turn, without who took since
         self._holders = 0  # requests that still hold rows, so a dying owner can wait for them
         self._freed = trio.Event()
         self.dead = False
@@ -144,6 +145,7 @@ class ModelOwner:
 
     def grant(self, lease: Lease, tokens: int) -> None:
         """Let a row run `tokens` further."""
+        self._parked -= {lease}
         self._device.post(Grant(lease, tokens))
 
     def leave(self, lease: Lease, reason: str) -> None:
@@ -163,7 +165,9 @@ class ModelOwner:
             return now - pulse.began > pulse.allowance_s
         if pulse.waiting_since is not None:
             return now - pulse.waiting_since > self._stall_s
-        return self._meter.state != "idle" and now - self._meter.last_progress > self._stall_s
+        # A turn that has ended and is not handed out yet is progress too.
+        last = max(self._meter.last_progress, pulse.ended)
+        return self._meter.state != "idle" and now - last > self._stall_s
 
     def state(self) -> str:
         """Return what the device does now, or has to do next: idle, prefilling or decoding."""
@@ -184,7 +188,7 @@ class ModelOwner:
                 "(max_queue and what runs); ask for fewer choices or prompts",
                 param="n",
             )
-        held = len(self._open) - self._meter.parked_rows  # a parked row takes nobody's room
+        held = sum(lease not in self._parked for lease in self._open)  # they take nobody's room
         if held + rows > self._room:
             waiting = held - self._places
             raise BusyError(
@@ -238,12 +242,13 @@ class ModelOwner:
         if turn.prompt_tokens:
             self._meter.saw_read(turn.prompt_tokens, turn.read_s)
         self._meter.cached_tokens += turn.cached_tokens
+        self._parked = turn.parked
         self._meter.saw_rows(
             turn.active_rows,
             turn.queue_depth,
             turn.state,
             self._clock(),
-            parked=turn.parked_rows,
+            parked=len(turn.parked),
         )
 
     def _retry_after(self) -> int:

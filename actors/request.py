@@ -133,6 +133,7 @@ class RequestActor:
         self._send, self.events = trio.open_memory_channel[Event](PIECES * len(self._rows))
         self.outcome: Outcome | None = None
         self._quiet = False
+        self._sending = trio.CancelScope()  # while an event waits for its reader
         # Here and not in the task, so that requests queue in the order they came in; last, since
         # an exception after it would leave rows that nobody gives back.
         self._leases, self._replies = owner.admit(
@@ -241,8 +242,12 @@ class RequestActor:
         try:
             self._send.send_nowait(event)
         except trio.WouldBlock:
-            with trio.fail_after(self._stall_s):
+            with trio.fail_after(self._stall_s) as self._sending:
                 await self._send.send(event)
+
+    def reader_took(self) -> None:
+        """Note that the reader, which takes no event now, goes on with a large one."""
+        self._sending.deadline = trio.current_time() + self._stall_s
 
     def _note_first_token(self, lease: Lease) -> None:
         self._first_token_s = self._clock() - self._received_at

@@ -83,6 +83,7 @@ class Scene(msgspec.Struct, frozen=True):
         parked: Rows that wait for their reader.
         stepping: Keys of the cohort that stepped last, empty when it was dissolved.
         holding: How many of the parked rows still hold a place.
+        back: Rows whose readers take again and that wait for a place.
     """
 
     reading: Sequence[RowView]
@@ -92,6 +93,7 @@ class Scene(msgspec.Struct, frozen=True):
     costs: Costs
     now: float
     holding: int = 0
+    back: Sequence[RowView] = ()
 
     @property
     def running(self) -> int:

@@ -124,7 +124,7 @@ class CooperativePolicy:
 
     def _keep_accounts(self, scene: Scene) -> None:
         """Open an account for every new row, and close those of rows that are gone."""
-        held = {row.key for row in (*scene.ready, *scene.parked)}
+        held = {row.key for row in (*scene.ready, *scene.parked, *scene.back)}
         self._accounts = {key: one for key, one in self._accounts.items() if key in held}
         for row in scene.ready:
             if row.key not in self._accounts:

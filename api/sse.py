@@ -18,7 +18,7 @@ from ..actors.speech import Ended, Piece
 from .shape import Shape
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
-_MOST_BYTES: Final = 8192  # and their bytes, so that a slow client's write is over within its limit
+_MOST_BYTES: Final = 8192  # and of one write, so that a slow client's is over within its limit
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -30,6 +30,8 @@ class EventBody(ResponseBody):
         self._shape = shape
         self._opening: Iterable[msgspec.Struct] | None = shape.opening()
         self._over = False
+        self._rest = b""  # of an event that is larger than a write
+        self._given = 0  # bytes of that
 
     async def __aenter__(self) -> "EventBody":
         return self
@@ -48,6 +50,15 @@ class EventBody(ResponseBody):
         return self
 
     async def __anext__(self) -> bytes:
+        if self._given >= len(self._rest):
+            self._rest, self._given = await self._next_bytes(), 0
+        else:
+            self._actor.reader_took()
+        part = self._rest[self._given : self._given + _MOST_BYTES]
+        self._given += len(part)
+        return part
+
+    async def _next_bytes(self) -> bytes:
         if self._over:
             raise StopAsyncIteration
         if self._opening is not None:

@@ -31,6 +31,7 @@ class Pulse(msgspec.Struct, frozen=True):
     Args:
         began: When the running turn began, its messages included; None between turns.
         allowance_s: What that turn may take before it counts as hung.
+        ended: When the last turn that ran ended, handed out or not; 0 before there was one.
         waiting_since: When the oldest message that the device has not taken came; None without.
         doing: "prefilling", "decoding" or, in what is neither, "idle".
         alive: Whether there is still something that takes messages.
@@ -41,6 +42,7 @@ class Pulse(msgspec.Struct, frozen=True):
     doing: str = "idle"
     waiting_since: float | None = None
     alive: bool = True
+    ended: float = 0.0
 
 
 class TurnLoop(Protocol[Message, Result]):
@@ -106,6 +108,7 @@ class DeviceThread(Generic[M, R]):
         self._clock: Callable[[], float] = trio.current_time
         self._loop: TurnLoop[M, R] | None = None
         self._began: float | None = None
+        self._turn_ended = 0.0
         self.stuck = False  # the thread did not end in time and may still be inside MLX
 
     def post(self, message: M) -> None:
@@ -117,12 +120,18 @@ class DeviceThread(Generic[M, R]):
     def pulse(self) -> Pulse:
         """Say what the thread is doing."""
         loop = self._loop
+        while True:
+            began = self._began
+            allowance_s = loop.allowance_s if loop is not None else 0.0
+            if began == self._began:
+                break  # else the two are of different turns
         return Pulse(
-            began=self._began,
-            allowance_s=loop.allowance_s if loop is not None else 0.0,
+            began=began,
+            allowance_s=allowance_s,
             doing=loop.doing if loop is not None else "idle",
             waiting_since=None if self._inbox.empty() else self._posted_at,
             alive=self._thread.is_alive(),
+            ended=self._turn_ended,
         )
 
     async def run(
@@ -185,6 +194,7 @@ class DeviceThread(Generic[M, R]):
                 pass
             self._began = self._began or self._clock()
             result = loop.turn()
+            self._turn_ended = self._clock()  # before it is said that none runs
             self._began = None
             waiting = result is None
             if result is None:

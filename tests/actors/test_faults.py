@@ -266,6 +266,38 @@ async def test_stalled_is_a_turn_over_its_allowance_or_messages_nobody_takes(
         assert place.house.owner.stalled(99.5) is stalled
 
 
+@pytest.mark.parametrize(("ended", "stalled"), [(0.0, True), (60.0, True), (98.0, False)])
+async def test_a_turn_that_ended_and_is_not_handed_out_is_progress(
+    autojump_clock: trio.testing.MockClock, ended: float, stalled: bool
+) -> None:
+    """Between a long turn's end and its results health looks at when it ended."""
+    async with stand(ServerArgs()) as place:
+        place.house.owner._device = _Device(Pulse(ended=ended))  # type: ignore[assignment]
+        place.house.meter.state = "decoding"
+        assert place.house.owner.stalled(99.5) is stalled
+
+
+async def test_a_turn_keeps_its_allowance_until_the_next_begins(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Handing out does not shorten what the turn may take: it is not over for health yet."""
+    seen: list[tuple[float, float]] = []
+    async with stand(ServerArgs()) as place:
+        engine: Any = place.house.owner._device._engine  # type: ignore[attr-defined]
+        real = engine.hand_out
+
+        def watched(outcome: Any) -> Any:
+            before = engine.allowance_s
+            turn = real(outcome)
+            seen.append((before, engine.allowance_s))
+            return turn
+
+        engine.hand_out = watched
+        await _drain(_start(place, "r", 3))
+    assert len({before for before, _ in seen}) > 1
+    assert all(before == after for before, after in seen)
+
+
 async def test_time_since_progress_begins_with_the_server(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

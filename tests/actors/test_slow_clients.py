@@ -1,5 +1,6 @@
 """A slow client costs only itself: parked rows hold no place, and they are bounded."""
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -9,7 +10,9 @@ from paceline.actors.entry import HOLD_SECONDS, HOLD_TOKENS, Entry, Parking
 from paceline.actors.messages import Lease
 from paceline.actors.request import Broken, Finished, Generation, RequestActor
 from paceline.actors.speech import Ended, Piece
+from paceline.api.sse import EventBody
 from paceline.api.status import StatusPage
+from paceline.runtime.errors import BusyError
 from paceline.runtime.modes import CohortPolicy, Mode
 from paceline.runtime.settings import ServerArgs
 
@@ -192,3 +195,91 @@ def test_parked_time_adds_up_and_tokens_pay_for_it() -> None:
     entry.credits, entry.emitted = 0, 18
     entry.park(61.0)
     assert entry.cut_at(Parking(timeout_s=100)) == 61.0 + 118.0 - 60.0
+
+
+def _is_taken(place: Stand, name: str) -> bool:
+    try:
+        _start(place, name, 4)
+    except BusyError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("then", "expected"), [("left", 3), ("took", 1), ("wait", 3)])
+async def test_the_queue_has_its_bound_whatever_parked_rows_do(
+    autojump_clock: trio.testing.MockClock, then: str, expected: int
+) -> None:
+    """A parked row that left, or whose reader took again, is none from that moment on."""
+    async with stand(ServerArgs(max_queue=2, client_stall_s=300)) as place:
+        owner = place.house.owner
+        slow = [_start(place, f"slow{i}", 5000) for i in range(2)]
+        await trio.sleep(10)
+        assert place.house.meter.parked_rows == 2
+        for lease in [lease for actor in slow for lease in actor._leases]:
+            if then == "left":
+                owner.leave(lease, "gone")
+            elif then == "took":
+                owner.grant(lease, 8)
+        accepted = [_is_taken(place, f"new{i}") for i in range(10)]
+    assert sum(accepted) == expected
+
+
+async def test_rows_that_are_back_are_told_to_the_policy(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A row that waits for a place after it was parked is neither ready nor parked."""
+    async with stand(ServerArgs(client_stall_s=300)) as place:
+        slow = _start(place, "slow", 5000)
+        await trio.sleep(10)
+        quick = _start(place, "quick", 5000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_read, quick)
+            await trio.sleep(1)
+            place.house.owner.grant(slow._leases[0], 8)
+            await trio.sleep(1)
+            scene = place.core._scene(trio.current_time())
+            assert [row.key for row in scene.back] == ["slow.0"]
+            for actor in (slow, quick):
+                actor.hang_up("client_disconnect")
+
+
+async def test_a_reader_inside_a_large_event_is_not_cut(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """An event of megabytes that is written steadily for minutes costs its request nothing."""
+
+    class Large(msgspec.Struct):
+        text: str
+
+    class Shape:
+        named = False
+        alive = b": alive\n\n"
+        mark = b"data: [DONE]\n\n"
+
+        def opening(self) -> list[Large]:
+            return [Large("x" * 400_000)]
+
+        def piece(self, piece: Piece) -> list[Large]:
+            return [Large(piece.text)]
+
+        def ended(self, ended: Ended) -> list[Large]:
+            return []
+
+        def closing(self, finished: Finished) -> list[Large]:
+            return []
+
+        def failing(self, broken: Broken) -> list[Large]:
+            return [Large(broken.code)]
+
+    async with stand(ServerArgs(client_stall_s=5, parked_timeout_s=3600)) as place:
+        actor = _start(place, "r", 200)
+        async with EventBody(actor, Shape()) as body:  # type: ignore[arg-type]
+            parts = []
+            async for part in body:
+                parts.append(part)
+                await trio.sleep(4.0)
+                assert trio.current_time() < 3000
+    data = b"".join(parts)
+    assert b"client_stall" not in data
+    assert b" w199" in data
+    assert data.endswith(b"[DONE]\n\n")

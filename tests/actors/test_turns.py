@@ -154,3 +154,25 @@ def test_a_row_that_was_parked_has_nothing_saved_up() -> None:
     assert [turn("b") for _ in range(50)] == ["a"] * 50
     back = [turn(None) for _ in range(20)]
     assert abs(back.count("a") - back.count("b")) <= 1
+
+
+def test_a_row_that_waits_for_its_place_keeps_its_overdraft() -> None:
+    """A row whose reader is back, and that is not placed yet, owes what it has overdrawn."""
+    policy = CooperativePolicy(PRESETS[Preset.LATENCY], 0.5, TILE)
+    emitted = {"a": 0, "b": 0}
+
+    def turn(waits: str | None) -> str:
+        rows = [_Row(key, at, emitted[key]) for at, key in enumerate(emitted)]
+        ready = [row for row in rows if row.key != waits]
+        back = [row for row in rows if row.key == waits]
+        scene = Scene([], ready, [], frozenset(), Costs(), 0.0, back=back)
+        (key,) = policy.choose(scene).step
+        return key
+
+    for gained in (20, 1):
+        emitted[turn(None)] += gained
+    assert emitted == {"a": 20, "b": 1}
+    assert turn("a") == "b"
+    for _ in range(15):
+        assert turn(None) == "b"
+        emitted["b"] += 1

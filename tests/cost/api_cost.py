@@ -73,7 +73,7 @@ class PacedDevice:
                     0,
                     0.0,
                     active_rows=rows,
-                    parked_rows=0,
+                    parked=frozenset(),
                     queue_depth=0,
                     state="decoding",
                 )

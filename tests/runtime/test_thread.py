@@ -144,3 +144,24 @@ async def test_a_build_that_is_given_up_is_left_behind_at_once(
     go_on.set()
     await trio.to_thread.run_sync(thread[0].join, _GUARD_S)
     assert not thread[0].is_alive()
+
+
+async def test_the_end_of_a_turn_is_known_before_its_result() -> None:
+    """Whoever gets a turn's result finds in the pulse when that turn ended."""
+    ends: list[float] = []
+    done = trio.Event()
+
+    def publish(_: int) -> None:
+        ends.append(device.pulse().ended)
+        done.set()
+
+    device = DeviceThread[int, int](_Loop)
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(device.run, publish)
+        assert device.pulse().ended == 0.0
+        device.post(1)
+        with trio.fail_after(60):
+            await done.wait()
+        nursery.cancel_scope.cancel()
+    assert began <= ends[0] <= trio.current_time()
