@@ -346,7 +346,7 @@ async def test_bodies_on_their_way_are_bounded_together_and_newcomers_served(
 
     The ones that have held most for longest are cut, and a body that comes at once is served.
     """
-    args = ServerArgs(body_limit_mb=1, client_stall_s=30)
+    args = ServerArgs(body_limit_mb=1, client_stall_s=300)
     head = _OPEN + (
         b"Transfer-Encoding: chunked\r\n\r\n"
         if length is None
