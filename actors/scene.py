@@ -50,16 +50,25 @@ class Costs(msgspec.Struct):
     stepping: float = 0.0
 
     def expected_s(self, read: int, geometry: int | None) -> float | None:
-        """Return what a turn should take; None when a part of it was never seen.
+        """Return what a turn should take; None when nothing like it was ever seen.
+
+        What was not seen itself takes at most what its rows or tokens would take in steps.
 
         Args:
             read: Prompt tokens it reads.
             geometry: Of its step, None without one.
         """
-        step_s = self.per_step.get(geometry, 0.0) if geometry is not None else 0.0
-        if (read and not self.per_prompt_token) or (geometry is not None and not step_s):
+        step_s = self._step_s(geometry) if geometry is not None else 0.0
+        token_s = self.per_prompt_token or self._step_s(1)
+        if (read and not token_s) or (geometry is not None and not step_s):
             return None
-        return read * self.per_prompt_token + step_s
+        return read * token_s + step_s
+
+    def _step_s(self, geometry: int) -> float:
+        if geometry in self.per_step:
+            return self.per_step[geometry]
+        seen = (step_s * max(1.0, geometry / of) for of, step_s in self.per_step.items())
+        return max(seen, default=0.0)
 
     def saw_read(self, tokens: int, seconds: float) -> None:
         """Note that reading `tokens` prompt tokens took `seconds`."""

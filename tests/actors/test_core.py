@@ -1,11 +1,13 @@
 """The scheduler core as a plain object: messages in, plans out, no clock but the one given."""
 
+import pytest
 from tests.fakes import TILE, row_context
 
 from paceline.actors.core import Core, Outcome
 from paceline.actors.depth import Depths
 from paceline.actors.messages import Admit, Admitted, CohortSealed, Grant, Lease, Leave, Tokens
 from paceline.actors.policies import make_policy
+from paceline.actors.scene import Costs
 from paceline.lanes.base import RowDelta
 from paceline.runtime.modes import PRESETS, Mode, Preset
 
@@ -94,3 +96,18 @@ def test_a_new_set_of_rows_is_a_new_cohort() -> None:
     assert second.rows == ("a", "b")
     assert second.cohort_id != first.cohort_id
     assert len(core.cohorts) == 1
+
+
+def test_what_a_turn_should_take_is_told_from_any_that_was_like_it() -> None:
+    """Neither a first wide step nor a first prompt that is read has no bound of its own."""
+    costs = Costs()
+    assert costs.expected_s(10, None) is None
+    assert costs.expected_s(0, 1) is None
+    costs.saw_step(1, 10, 0.5)
+    assert costs.expected_s(0, 1) == 0.5
+    assert costs.expected_s(0, 8) == 4.0
+    assert costs.expected_s(10, None) == 5.0
+    assert costs.expected_s(10, 8) == 9.0
+    costs.saw_step(8, 10, 1.0)
+    costs.saw_read(10, 0.1)
+    assert costs.expected_s(10, 8) == pytest.approx(1.1)
