@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import trio
 
-from ..runtime.errors import BusyError, CallerError
+from ..runtime.errors import BusyError, CallerError, ContextOverflow
 from ..runtime.text import ChatPrompt, Text
 from .intake import aside, check_json
 from .schemas import (
@@ -55,7 +55,10 @@ async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting)
 
     Raises:
         CallerError: For content that a text model cannot take.
+        ContextOverflow: For more messages than there is room for tokens.
     """
+    if setting.most is not None and len(messages) > setting.most:
+        raise ContextOverflow(setting.most, setting.most, param=setting.where, exact=False)
 
     def encode() -> ChatPrompt:
         plain = [plain_message(m, f"{setting.where}[{i}]") for i, m in enumerate(messages)]

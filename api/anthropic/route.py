@@ -9,7 +9,7 @@ from quart import Response
 from ...actors.house import House
 from ...actors.request import Broken, Finished
 from ...actors.speech import Ended, Piece
-from ...runtime.errors import CallerError
+from ...runtime.errors import CallerError, ContextOverflow
 from ...runtime.parts import Call
 from ..answers import answer, paceline_of, usage_of
 from ..conversation import at_length
@@ -53,6 +53,10 @@ async def create_message(house: House, raw: bytes, priority: str | None) -> Resp
     long = len(raw) > INLINE_BYTES
     del raw  # not kept while the answer is made
     check_model(house, body.model)
+    if len(body.messages) > house.served.context:
+        raise ContextOverflow(
+            house.served.context, house.served.context, param="messages", exact=False
+        )
     chat, go_on = await at_length(lambda: understood(body), long)
     try:
         order = await chat_order(

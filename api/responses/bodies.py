@@ -30,7 +30,7 @@ from ..schemas import (
     ToolChoice,
     ToolName,
 )
-from .items import converted, messages_of
+from .items import KeptItem, converted, listed, messages_of
 
 _MOST_LABELS: Final = 16  # OpenAI's limits of metadata
 _LONGEST_LABEL: Final = 64
@@ -141,21 +141,27 @@ class Asked(Struct, frozen=True):
         chat: The chat request it means.
         conversation: Its messages without the instructions, which are of this response only.
         spaces: Of functions that stand in a namespace, which.
+        kept: The input's items, to keep.
     """
 
     chat: ChatRequest
     conversation: tuple[Message, ...]
     spaces: dict[str, str]
+    kept: tuple[KeptItem, ...]
 
 
 def understood(
-    body: ResponsesRequest, items: Sequence[dict[str, Any]], history: Sequence[Message]
+    body: ResponsesRequest,
+    items: Sequence[dict[str, Any]],
+    history: Sequence[Message],
+    suffix: str = "",
 ) -> Asked:
     """Return the chat request that a body means.
 
     Args:
         items: Its input, with no reference left in it.
         history: What was said before, under `previous_response_id`.
+        suffix: What makes ids this response's own; none when nothing is kept.
 
     Raises:
         CallerError: For what cannot be served.
@@ -181,7 +187,7 @@ def understood(
         chat_template_kwargs=body.chat_template_kwargs,
         **shared,
     )
-    return Asked(chat, (*history, *said), spaces)
+    return Asked(chat, (*history, *said), spaces, listed(items, suffix) if suffix else ())
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:

@@ -108,6 +108,31 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
     summary: list[Piece] | None = None
 
 
+# What is kept of an item and of a piece of its text; other fields are dropped.
+_KEPT: Final = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("summary", "content"),
+}
+_STATUSES: Final = ("in_progress", "completed", "incomplete")
+_KEPT_OF_PIECE: Final = ("type", "text", "refusal")
+_LONGEST_ID: Final = 256  # characters; OpenAI's own have some 60
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+class KeptItem(Struct, frozen=True):
+    """An item as it is kept, encoded.
+
+    Args:
+        made: This server made its id, so nobody can guess it or choose another's.
+    """
+
+    id: str
+    made: bool
+    raw: bytes
+
+
 Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 
@@ -161,13 +186,19 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def listed(given: Sequence[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
-    """Return an input as items with ids, as OpenAI lists them.
+def listed(given: Sequence[dict[str, Any]], suffix: str) -> tuple[KeptItem, ...]:
+    """Return an input's items with ids, as OpenAI lists them, without fields nobody knows.
 
     Args:
+        given: Items that `messages_of` understands.
         suffix: What makes the ids of items that have none this response's own.
     """
-    return [_listed(item, f"{suffix}in{at}") for at, item in enumerate(given)]
+    return tuple(_listed(item, f"{suffix}in{at}") for at, item in enumerate(given))
+
+
+def told(output: Sequence[Struct]) -> tuple[KeptItem, ...]:
+    """Return the items of a response's output, as a later input may refer to them."""
+    return tuple(_listed(msgspec.to_builtins(item), "") for item in output)
 
 
 def kind_of(item: dict[str, Any]) -> str:
@@ -178,15 +209,31 @@ def kind_of(item: dict[str, Any]) -> str:
     return str(kind)
 
 
-def _listed(item: dict[str, Any], suffix: str) -> dict[str, Any]:
-    kind = kind_of(item)
-    item = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{suffix}"}
-    if kind == "message" and isinstance(item.get("content"), str):
-        part: dict[str, Any] = {"type": "input_text", "text": item["content"]}
-        if item.get("role") == "assistant":
-            part = {"type": "output_text", "text": item["content"], "annotations": []}
-        item["content"] = [part]
-    return item if kind == "reasoning" else {"status": "completed", **item}
+def _listed(item: dict[str, Any], suffix: str) -> KeptItem:
+    """Return an item to keep; without a suffix its id is one that this server made."""
+    kind, own = kind_of(item), item.get("id")
+    id = own if isinstance(own, str) and 0 < len(own) <= _LONGEST_ID else None
+    made = id is None or not suffix
+    kept: dict[str, Any] = {"type": kind, "id": id or f"{_PREFIXES[kind]}_{suffix}"}
+    kept |= {name: _slim(item[name]) for name in _KEPT[kind] if name in item}
+    if kind == "message" and isinstance(text := kept["content"], str):
+        said = item.get("role") == "assistant"
+        kept["content"] = [
+            _slim_piece({"type": f"{'out' if said else 'in'}put_text", "text": text})
+        ]
+    if kind != "reasoning":
+        status = item.get("status")
+        kept["status"] = status if status in _STATUSES else "completed"
+    return KeptItem(kept["id"], made, _ENCODER.encode(kept))
+
+
+def _slim(value: Any) -> Any:
+    return [_slim_piece(piece) for piece in value] if isinstance(value, list) else value
+
+
+def _slim_piece(piece: dict[str, Any]) -> dict[str, Any]:
+    slim: dict[str, Any] = {name: piece[name] for name in _KEPT_OF_PIECE if name in piece}
+    return {**slim, "annotations": []} if piece["type"] == "output_text" else slim
 
 
 def _take(

@@ -5,7 +5,7 @@ Source: OpenAI API description 2.3 (responses, streaming events).
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Raw, Struct, UnsetType, field
 
 from ..replies import ChatLogprob, Paceline
 
@@ -138,7 +138,7 @@ class InputTokens(Struct):
 class ItemList(Struct):
     """A page of the items that a response was asked with."""
 
-    data: list[dict[str, Any]]
+    data: list[Raw]
     first_id: str | None
     last_id: str | None
     has_more: bool

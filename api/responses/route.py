@@ -1,13 +1,14 @@
 """The routes under /v1/responses."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from itertools import islice
+from typing import Final
 
 import msgspec
 from quart import Response
 
 from ...actors.house import House
-from ...runtime.errors import CallerError
+from ...runtime.errors import CallerError, ContextOverflow
 from ..answers import answer
 from ..conversation import at_length
 from ..intake import INLINE_BYTES
@@ -15,9 +16,9 @@ from ..models import check_model
 from ..problems import decoded, new_request_id, problem, renamed, reply
 from ..sse import event_bytes, event_stream
 from ..translate import chat_order, chat_prompt
-from .bodies import FIELDS, InputTokensRequest, ResponsesRequest, understood
+from .bodies import FIELDS, Asked, InputTokensRequest, ResponsesRequest, understood
 from .replies import Deleted, InputTokens, ItemList, ResponseReply
-from .shape import ResponseShape
+from .shape import ResponseShape, suffix_of
 from .store import ResponseStore
 from .telling import retold
 
@@ -34,16 +35,21 @@ async def create_response(
 ) -> Response:
     """Serve one response, streamed or whole; see `chat_completions`."""
     body: ResponsesRequest = await decoded(_DECODER, raw)
-    long = len(raw) > INLINE_BYTES
+    size = len(raw)
     del raw  # not kept while the answer is made
     check_model(house, body.model)
-    items = store.resolved(body.input)
-    history = store.history(body.previous_response_id)
-    asked = await at_length(lambda: understood(body, items, history), long)
+    if len(body.input) > house.served.context and not isinstance(body.input, str):
+        raise ContextOverflow(
+            house.served.context, house.served.context, param="input", exact=False
+        )
+    request_id = new_request_id()
+    suffix = "" if body.store is False else suffix_of(request_id)
+    asked = await _asked(store, body, size, suffix)
+    body.input = ""  # what it says is in the messages now
     try:
         order = await chat_order(
             asked.chat,
-            new_request_id(),
+            request_id,
             house.text,
             house.served,
             house.args,
@@ -52,7 +58,7 @@ async def create_response(
         )
     except CallerError as error:
         raise renamed(error, FIELDS) from None
-    shape = ResponseShape(house, order, body, asked, items, store)
+    shape = ResponseShape(house, order, body, asked, store)
     return await answer(house, order, "responses", shape)
 
 
@@ -60,14 +66,25 @@ async def count_input(house: House, store: ResponseStore, raw: bytes) -> Respons
     """Return the tokens of an input that is not answered."""
     body: InputTokensRequest = await decoded(_COUNT_DECODER, raw)
     check_model(house, body.model)
-    history = store.history(body.previous_response_id)
-    items = store.resolved(body.input)
-    asked = await at_length(lambda: understood(body, items, history), len(raw) > INLINE_BYTES)
+    asked = await _asked(store, body, len(raw))
     try:
         _, prompt = await chat_prompt(asked.chat, house.text, where="input")
     except CallerError as error:
         raise renamed(error, FIELDS) from None
     return reply(200, InputTokens(len(prompt.tokens)))
+
+
+async def _asked(
+    store: ResponseStore, body: ResponsesRequest, size: int, suffix: str = ""
+) -> Asked:
+    """Return what a body of some bytes means; see `understood`."""
+    found = store.find(body.input, body.previous_response_id)
+
+    def work() -> Asked:
+        items, history = found.decoded()
+        return understood(body, items, history, suffix)
+
+    return await at_length(work, size + found.size > INLINE_BYTES)
 
 
 def show_response(store: ResponseStore, response_id: str, query: Mapping[str, str]) -> Response:
@@ -80,8 +97,8 @@ def show_response(store: ResponseStore, response_id: str, query: Mapping[str, st
     if query.get("stream", "").lower() not in _TRUE:
         return Response(kept.reply, content_type="application/json")
     after = _number(query, "starting_after", -1, -1, 2**31)
-    events = list(retold(_REPLY.decode(kept.reply), kept.cuts))
-    return event_stream(event_bytes(events[after + 1 :], named=True), {})
+    events = islice(retold(_REPLY.decode(kept.reply), kept.cuts), after + 1, None)
+    return event_stream(event_bytes(events, named=True), {})
 
 
 def delete_response(store: ResponseStore, response_id: str) -> Response:
@@ -103,7 +120,7 @@ def list_input(store: ResponseStore, response_id: str, query: Mapping[str, str])
     Raises:
         CallerError: For a page that cannot be.
     """
-    items = store.get(response_id).input_items()
+    items = list(store.get(response_id).items)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise CallerError("order: asc or desc", param="order")
@@ -111,13 +128,14 @@ def list_input(store: ResponseStore, response_id: str, query: Mapping[str, str])
     if order == "desc":
         items.reverse()
     if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in items]
+        ids = [item.id for item in items]
         if after not in ids:
             raise CallerError(f"after: no item {after[:80]!r} is in the list", param="after")
         items = items[ids.index(after) + 1 :]
-    page: list[dict[str, Any]] = items[:limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return reply(200, ItemList(page, first, last, len(items) > limit))
+    page = items[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    raw = [msgspec.Raw(item.raw) for item in page]
+    return reply(200, ItemList(raw, first, last, len(items) > limit))
 
 
 def _number(query: Mapping[str, str], name: str, usual: int, least: int, most: int) -> int:

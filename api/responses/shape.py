@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,6 @@ from ..schemas import AssistantMessage, FunctionCall, ToolCall
 from ..shape import Collected, Shape
 from ..translate import Order
 from .bodies import Asked, ResponsesRequest
-from .items import listed
 from .replies import (
     CallOut,
     Failure,
@@ -38,11 +36,7 @@ from .telling import Telling
 
 
 class ResponseShape(Shape):
-    """A response; a streamed one tells each item's beginning, growth and end in order.
-
-    Args:
-        items: The input, with no reference left in it.
-    """
+    """A response; a streamed one tells each item's beginning, growth and end in order."""
 
     named = True
     mark = b""
@@ -53,14 +47,12 @@ class ResponseShape(Shape):
         order: Order,
         body: ResponsesRequest,
         asked: Asked,
-        items: Sequence[dict[str, Any]],
         store: ResponseStore,
     ) -> None:
         super().__init__(house, order)
         self._asked = asked
-        self._items = items
         self._store = store if body.store is not False else None
-        self._suffix = order.generation.request_id.removeprefix("req-")
+        self._suffix = suffix_of(order.generation.request_id)
         self._reply = ResponseReply(
             id=f"resp_{self._suffix}",
             created_at=int(time.time()),
@@ -223,8 +215,13 @@ class ResponseShape(Shape):
             said = _as_message(self._reply.output)
             conversation = [*self._asked.conversation, said]
             cuts = self._cuts if self._order.stream else None
-            self._store.put(self._reply, conversation, listed(self._items, self._suffix), cuts)
+            self._store.put(self._reply, conversation, self._asked.kept, cuts)
         return self._reply
+
+
+def suffix_of(request_id: str) -> str:
+    """Return what ends the ids that belong to a request."""
+    return request_id.removeprefix("req-")
 
 
 def _as_message(output: Sequence[OutItem]) -> AssistantMessage:

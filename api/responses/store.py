@@ -5,23 +5,26 @@ reply with what it repeats of its request, the conversation up to its end, and i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from ...runtime.errors import CallerError, UnknownThing
 from ..schemas import Message
-from .items import kind_of
+from .items import KeptItem, kind_of, told
 from .replies import ResponseReply
 
 MOST_RESPONSES: Final = 256
 MOST_BYTES: Final = 16 << 20  # of all of them together
+MOST_REFERENCES: Final = 1024  # of one input
+MOST_REFERRED: Final = 4 << 20  # bytes that they stand for
 _CUT_BYTES: Final = 64  # what a piece of a stream is counted as
+_ITEM_BYTES: Final = 128  # what an item is counted as, beside its text
 
 _ENCODER: Final = msgspec.json.Encoder()
 _MESSAGES: Final = msgspec.json.Decoder(tuple[Message, ...])
-_ITEMS: Final = msgspec.json.Decoder(list[dict[str, Any]])
+_ITEM: Final = msgspec.json.Decoder(dict[str, Any])
 
 # Of each item of an output: its pieces' characters and log probabilities, as they were streamed.
 Cuts = list[list[tuple[int, int]]]
@@ -31,30 +34,48 @@ class Kept(msgspec.Struct, frozen=True):
     """A response, the conversation up to its end and its own input, encoded.
 
     Args:
-        ids: Of its items, those of the input and those of the output.
+        items: Of its input.
+        output: Its items once more, as a later input may refer to them.
+        previous: The response that it goes on from.
         cuts: How it was streamed; None when it was not.
     """
 
     reply: bytes
     messages: bytes
-    items: bytes
-    ids: tuple[str, ...]
+    items: tuple[KeptItem, ...]
+    output: tuple[KeptItem, ...]
+    previous: str | None
     cuts: Cuts | None
 
     @property
     def size(self) -> int:
         """What it weighs in bytes."""
         pieces = sum(map(len, self.cuts or ()))
-        return len(self.reply) + len(self.messages) + len(self.items) + _CUT_BYTES * pieces
+        items = sum(len(item.raw) + _ITEM_BYTES for item in (*self.items, *self.output))
+        return len(self.reply) + len(self.messages) + items + _CUT_BYTES * pieces
 
-    def input_items(self) -> list[dict[str, Any]]:
-        """Return the items of its input."""
-        return _ITEMS.decode(self.items)
 
-    def all_items(self) -> Iterator[dict[str, Any]]:
-        """Give the items of its input and then those of its output."""
-        yield from self.input_items()
-        yield from msgspec.json.decode(self.reply)["output"]
+class Found(msgspec.Struct, frozen=True):
+    """An input and what it refers to, which is still encoded.
+
+    Args:
+        items: Those the caller sent, and the kept ones in place of references.
+        history: The messages up to the end of the previous response, if any.
+    """
+
+    items: list[dict[str, Any] | bytes]
+    history: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that are still to decode."""
+        kept = sum(len(item) for item in self.items if isinstance(item, bytes))
+        return kept + len(self.history or b"")
+
+    def decoded(self) -> tuple[list[dict[str, Any]], tuple[Message, ...]]:
+        """Return the items and the messages before them."""
+        items = [_ITEM.decode(i) if isinstance(i, bytes) else i for i in self.items]
+        return items, () if self.history is None else _MESSAGES.decode(self.history)
 
 
 class ResponseStore:
@@ -64,66 +85,96 @@ class ResponseStore:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._home: dict[str, str] = {}  # an item's id to that of a response it is kept with
+        # By the ids that this server made: the response an item is kept with, and the item.
+        self._home: dict[str, tuple[str, bytes]] = {}
         self._size = 0
 
     def put(
         self,
         reply: ResponseReply,
         messages: Sequence[Message],
-        items: Sequence[dict[str, Any]] = (),
+        items: Sequence[KeptItem] = (),
         cuts: Cuts | None = None,
     ) -> None:
         """Keep a response; one that is larger than all room is not kept and says so (`store`).
 
         Args:
             messages: The conversation up to its end.
-            items: Its own input, each item with an id.
+            items: Its own input.
         """
-        ids = (*(str(item["id"]) for item in items), *(item.id for item in reply.output))
-        encode = _ENCODER.encode
-        kept = Kept(encode(reply), encode(messages), encode(items), ids, cuts)
+        kept = Kept(
+            _ENCODER.encode(reply),
+            _ENCODER.encode(messages),
+            tuple(items),
+            told(reply.output),
+            reply.previous_response_id,
+            cuts,
+        )
         if kept.size > self._most_bytes:
             reply.store = False
             return
         self._kept[reply.id] = kept
-        self._home.update(dict.fromkeys(ids, reply.id))
+        for item in (*kept.items, *kept.output):
+            if item.made:  # one that a caller chose may be another caller's too
+                self._home[item.id] = reply.id, item.raw
         self._size += kept.size
         while len(self._kept) > self._most or self._size > self._most_bytes:
             self._forget(next(iter(self._kept)))
 
-    def history(self, response_id: str | None) -> tuple[Message, ...]:
-        """Return what was said up to the end of a response.
+    def find(self, given: str | Sequence[dict[str, Any]], previous: str | None) -> Found:
+        """Find what an input refers to; nothing is decoded yet.
+
+        An id that this server made is known everywhere; one that a caller chose only where the
+        input goes on from a response that was asked with it.
+
+        Args:
+            previous: The response that it goes on from.
 
         Raises:
-            CallerError: When it is not kept.
+            CallerError: When something is not kept, is referred to twice, or is too much.
         """
-        if response_id is None:
-            return ()
-        try:
-            return _MESSAGES.decode(self.get(response_id).messages)
-        except UnknownThing as error:
-            raise CallerError(
-                f"previous_response_id: {error.message}",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            ) from None
-
-    def resolved(self, given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return an input as items, with the kept ones in place of references to them.
-
-        Raises:
-            CallerError: When an item that is referred to is not kept, or is referred to twice.
-        """
+        history = None if previous is None else self._previous(previous).messages
         if isinstance(given, str):
-            return [{"type": "message", "role": "user", "content": given}]
-        opened: dict[str, dict[Any, dict[str, Any]]] = {}  # each kept response is decoded once
-        return [
-            self._item(str(item.get("id")), f"input[{at}].id", opened)
-            if kind_of(item) == "item_reference"
-            else item
-            for at, item in enumerate(given)
-        ]
+            return Found([{"type": "message", "role": "user", "content": given}], history)
+        wanted = {at: item for at, item in enumerate(given) if kind_of(item) == "item_reference"}
+        if len(wanted) > MOST_REFERENCES:
+            raise CallerError(
+                f"input: at most {MOST_REFERENCES} references to kept items; send the items "
+                "themselves, or previous_response_id",
+                param="input",
+            )
+        found: list[dict[str, Any] | bytes] = list(given)
+        chosen: dict[str, bytes] | None = None
+        left, seen = MOST_REFERRED, set[str]()
+        for at, item in wanted.items():
+            where, item_id = f"input[{at}].id", str(item.get("id"))
+            if item_id in seen:  # a short reference must not stand for any number of texts
+                raise CallerError(
+                    f"{where}: item {item_id[:80]!r} stands in the input already; refer to it once",
+                    param=where,
+                )
+            seen.add(item_id)
+            home, raw = self._home.get(item_id, (None, None))
+            if home is not None:
+                self.get(home)
+            else:
+                chosen = self._chosen(previous) if chosen is None else chosen
+                raw = chosen.get(item_id)
+            if raw is None:
+                raise CallerError(
+                    f"{where}: no item {item_id[:80]!r} is kept here; send the item itself",
+                    param=where,
+                    code="item_not_found",
+                )
+            left -= len(raw)
+            if left < 0:
+                raise CallerError(
+                    f"{where}: the items that are referred to have more than {MOST_REFERRED} "
+                    "bytes; use previous_response_id",
+                    param=where,
+                )
+            found[at] = raw
+        return Found(found, history)
 
     def get(self, response_id: str) -> Kept:
         """Return a response.
@@ -153,25 +204,26 @@ class ResponseStore:
     def _forget(self, response_id: str) -> None:
         gone = self._kept.pop(response_id)
         self._size -= gone.size
-        for item_id in gone.ids:
-            if self._home.get(item_id) == response_id:
-                del self._home[item_id]
+        for item in (*gone.items, *gone.output):
+            if item.made:
+                self._home.pop(item.id, None)
 
-    def _item(
-        self, item_id: str, where: str, opened: dict[str, dict[Any, dict[str, Any]]]
-    ) -> dict[str, Any]:
-        home = self._home.get(item_id)
-        if home is None:
+    def _previous(self, response_id: str) -> Kept:
+        try:
+            return self.get(response_id)
+        except UnknownThing as error:
             raise CallerError(
-                f"{where}: no item {item_id[:80]!r} is kept here; send the item itself",
-                param=where,
-                code="item_not_found",
-            )
-        if home not in opened:
-            opened[home] = {item["id"]: item for item in self.get(home).all_items()}
-        if item_id not in opened[home]:  # a short reference must not stand for any number of texts
-            raise CallerError(
-                f"{where}: item {item_id[:80]!r} stands in the input already; refer to it once",
-                param=where,
-            )
-        return opened[home].pop(item_id)
+                f"previous_response_id: {error.message}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+
+    def _chosen(self, response_id: str | None) -> dict[str, bytes]:
+        """Return the items of a conversation whose ids its caller chose, the newest of each."""
+        chosen: dict[str, bytes] = {}
+        while response_id is not None and (kept := self._kept.get(response_id)) is not None:
+            for item in reversed(kept.items):
+                if not item.made:
+                    chosen.setdefault(item.id, item.raw)
+            response_id = kept.previous
+        return chosen

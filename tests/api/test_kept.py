@@ -13,9 +13,13 @@ from tests.api.test_responses import _LOOK, _PATH, ask
 from tests.api.test_tools import _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
-from paceline.api.responses.items import messages_of
-from paceline.api.responses.store import Kept
+from paceline.api.anthropic import route as messages_route
+from paceline.api.responses import route, store
+from paceline.api.responses.items import KeptItem, listed, messages_of
+from paceline.api.responses.replies import ResponseReply
+from paceline.api.responses.store import MOST_REFERENCES, MOST_REFERRED, ResponseStore
 from paceline.api.schemas import AssistantMessage
+from paceline.runtime.errors import CallerError
 
 
 async def get(client: Any, path: str) -> Any:
@@ -51,25 +55,147 @@ async def test_an_item_is_referred_to_once(
     autojump_clock: trio.testing.MockClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A few bytes stand for no more than one text, and what is kept is decoded once a request."""
+    """A few bytes stand for no more than one text, and only what is referred to is decoded."""
     decoded: list[bytes] = []
-    whole = Kept.all_items
 
-    def counted(kept: Kept) -> Any:
-        decoded.append(kept.reply)
-        return whole(kept)
+    class Counted:
+        @staticmethod
+        def decode(raw: bytes) -> Any:
+            decoded.append(raw)
+            return json.loads(raw)
 
-    monkeypatch.setattr(Kept, "all_items", counted)
+    monkeypatch.setattr(store, "_ITEM", Counted)
     given = [{"role": "user", "content": f"{n}"} for n in range(20)]
     async with serving(says("ok")) as (client, _):
         _, first = await ask(client, input=given)
         _, page = await get(client, f"{first['id']}/input_items")
         references = [{"type": "item_reference", "id": item["id"]} for item in page["data"]]
-        status, _ = await ask(client, input=references)
+        status, _ = await ask(client, input=references[:3])
         twice, body = await ask(client, input=[*references, references[3]])
     assert status == 200
-    assert len(decoded) == 2
+    assert list(map(json.loads, decoded)) == page["data"][:3]
     assert (twice, body["error"]["param"]) == (400, "input[20].id")
+
+
+def _kept(number: int, items: tuple[KeptItem, ...]) -> ResponseStore:
+    made = ResponseStore()
+    reply = ResponseReply(id=f"resp_{number}", created_at=0, model="m", status="completed")
+    made.put(reply, [], items)
+    return made
+
+
+def test_references_are_bounded() -> None:
+    """By their number and by the bytes they stand for, before anything is decoded."""
+    text = json.dumps({"text": "x" * (MOST_REFERRED // 4)}).encode()
+    made = _kept(0, tuple(KeptItem(f"msg_{n}", True, text) for n in range(5)))
+    four = [{"type": "item_reference", "id": f"msg_{n}"} for n in range(4)]
+    assert made.find(four[:3], None).size == 3 * len(text)
+    with pytest.raises(CallerError) as refused:
+        made.find(four, None)
+    assert refused.value.param == "input[3].id"
+    with pytest.raises(CallerError) as refused:
+        made.find([{"type": "item_reference", "id": "msg_0"}] * (MOST_REFERENCES + 1), None)
+    assert refused.value.param == "input"
+    assert str(MOST_REFERENCES) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "u"},
+        {"role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "o"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "text", "text": "o"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
+    ],
+)
+def test_what_nobody_knows_is_not_kept(item: Any) -> None:
+    """Fields beside those of an item and of its pieces are dropped; the rest stays."""
+    junk = {"junk": "x" * 100_000, "annotations": [["x" * 100_000]], "id": ["x" * 100_000]}
+    full = {**item, **junk, "status": "x" * 100_000}
+    for name in ("content", "output", "summary"):
+        if isinstance(item.get(name), list):
+            full[name] = [{**piece, **junk} for piece in item[name]]
+    (kept,) = listed([full], "1")
+    assert len(kept.raw) < 300
+    assert kept.made
+    (bare,) = listed([item], "1")
+    assert kept.raw == bare.raw
+    assert messages_of([json.loads(kept.raw)]) or item.get("type") == "reasoning"
+
+
+async def test_an_id_that_a_caller_chose_is_its_conversations_own(
+    serving: Serving, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Another's item cannot be read by an id that may be guessed; its own conversation finds it."""
+    reference = [{"type": "item_reference", "id": "msg_1"}]
+    async with serving(says("ok")) as (client, _):
+        _, one = await ask(client, input=[{"role": "user", "content": "secret", "id": "msg_1"}])
+        _, two = await ask(client, previous_response_id=one["id"])
+        _, other = await ask(client)
+        answers = [
+            await ask(client, input=reference, **more)
+            for more in (
+                {},
+                {"previous_response_id": other["id"]},
+                {"previous_response_id": one["id"]},
+                {"previous_response_id": two["id"]},
+            )
+        ]
+        _, own = await ask(client, input=[{"role": "user", "content": "mine", "id": "msg_1"}])
+        mine = await ask(client, input=reference, previous_response_id=own["id"])
+    assert [status for status, _ in answers] == [400, 400, 200, 200]
+    assert answers[0][1]["error"]["code"] == "item_not_found"
+    assert mine[1]["usage"]["input_tokens"] == len("user:mine\nassistant:ok\nuser:mine\n")
+
+
+async def test_what_is_referred_to_is_decoded_off_the_event_loop(
+    serving: Serving, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short body that stands for a long text is long work, by reference or by conversation."""
+    long: list[bool] = []
+    at_length = route.at_length
+
+    async def watched(work: Any, is_long: bool) -> Any:
+        long.append(is_long)
+        return await at_length(work, is_long)
+
+    monkeypatch.setattr(route, "at_length", watched)
+    async with serving(says("ok"), context=200_000) as (client, _):
+        _, first = await ask(client, input=[{"role": "user", "content": "x" * 70_000}])
+        _, page = await get(client, f"{first['id']}/input_items")
+        await ask(client)
+        await ask(client, input=[{"type": "item_reference", "id": page["data"][0]["id"]}])
+        await ask(client, previous_response_id=first["id"])
+    assert long == [True, False, True, True]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", _PATH, "/v1/messages"])
+async def test_more_messages_than_tokens_are_refused_before_work_on_them(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    """Each needs a token, so their number alone says that they do not fit."""
+
+    def worked(*_: Any, **__: Any) -> Any:
+        raise AssertionError("work on messages that cannot fit")
+
+    said = [{"role": "user", "content": ""}] * 101
+    name = "input" if path == _PATH else "messages"
+    async with serving(says("ok"), context=100, text=FakeText()) as (client, place):
+        monkeypatch.setattr(route, "understood", worked)
+        monkeypatch.setattr(messages_route, "understood", worked)
+        monkeypatch.setattr(place.house.text, "chat", worked)
+        sent = {"max_tokens": 1} if path == "/v1/messages" else {}
+        answer = await client.post(path, json={name: said, **sent}, headers=_LOCAL)
+        body = await answer.get_json()
+    assert answer.status_code == 400
+    assert "more than 100 tokens" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["input_image", "input_file"])

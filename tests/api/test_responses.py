@@ -13,6 +13,7 @@ from tests.api.conftest import Serving, named_events, read_stream
 from tests.api.test_tools import _ARGUMENTS, _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
+from paceline.api.responses.items import KeptItem
 from paceline.api.responses.replies import ResponseReply
 from paceline.api.responses.store import ResponseStore
 from paceline.api.schemas import UserMessage
@@ -270,7 +271,7 @@ def test_the_store_is_bounded() -> None:
     store.put(_reply(3), [UserMessage("x")])
     with pytest.raises(UnknownThing):
         store.get("resp_1")
-    assert store.history("resp_0") == (UserMessage("x"),)
+    assert store.find("y", "resp_0").decoded()[1] == (UserMessage("x"),)
 
 
 _WORD = "y" * 600
@@ -283,7 +284,8 @@ _WORD = "y" * 600
         lambda number: (_reply(number, metadata={"k": _WORD}), []),
         lambda number: (_reply(number, tools=[{"type": "web_search", "x": _WORD}]), []),
         lambda number: (_reply(number, instructions=_WORD), []),
-        lambda number: (_reply(number), [], [{"id": f"msg_{number}", "content": _WORD}]),
+        lambda number: (_reply(number), [], [KeptItem(f"m{number}", True, _WORD[:500].encode())]),
+        lambda number: (_reply(number), [], [KeptItem("m", False, b"")] * 5),
         lambda number: (_reply(number), [], [], [[(1, 0)] * (len(_WORD) // 64 + 1)]),
     ],
 )
