@@ -18,6 +18,7 @@ from .schemas import (
     JsonSchemaFormat,
     NamedToolChoice,
     SamplingFields,
+    TextFormat,
     Tool,
 )
 
@@ -99,9 +100,23 @@ def guided(body: SamplingFields) -> Source | None:
 
 def _format(body: ChatRequest) -> Source | None:
     match body.response_format:
-        case JsonObjectFormat():
-            source = sources.json_object("response_format")
-        case JsonSchemaFormat(named):
+        case TextFormat() as form:
+            for given, name in ((form.schema, "schema"), (form.json_schema, "json_schema")):
+                if given:
+                    raise CallerError(
+                        f"response_format.{name} cannot be kept by type text; ask for json_schema",
+                        param=f"response_format.{name}",
+                    )
+            return None
+        case JsonObjectFormat() as form:
+            source = _object_source(form)
+        case JsonSchemaFormat(named, beside):
+            if beside:
+                raise CallerError(
+                    "response_format.schema cannot be kept together with "
+                    "response_format.json_schema",
+                    param="response_format.schema",
+                )
             schema = {"type": "object"} if named.schema is None else named.schema
             source = sources.json_schema(schema, "response_format.json_schema.schema")
         case _:
@@ -109,6 +124,21 @@ def _format(body: ChatRequest) -> Source | None:
     if given := next((name for name in GUIDES if getattr(body, name) is not None), None):
         raise CallerError(f"{given} cannot be kept together with response_format", param=given)
     return source
+
+
+def _object_source(form: JsonObjectFormat) -> Source:
+    """Return the grammar of an object, or of the schema that stands beside its type."""
+    named = form.json_schema.schema if form.json_schema is not None else None
+    if form.schema and named:
+        raise CallerError(
+            "response_format.schema cannot be kept together with response_format.json_schema",
+            param="response_format.schema",
+        )
+    if form.schema:
+        return sources.json_schema(form.schema, "response_format.schema")
+    if named:
+        return sources.json_schema(named, "response_format.json_schema.schema")
+    return sources.json_object("response_format")
 
 
 def _callable(body: ChatRequest) -> tuple[list[Tool], bool]:

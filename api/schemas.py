@@ -186,21 +186,24 @@ class NamedSchema(Struct):
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """Any text; a schema beside it is not looked at."""
+    """Any text; a schema beside it is refused in forms.py."""
 
     json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """Any JSON object; a schema beside it is not looked at."""
+    """Any JSON object, or what a schema beside it describes, as other servers have it."""
 
     json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
     """JSON that a schema describes."""
 
     json_schema: NamedSchema
+    schema: dict[str, Any] | None = None  # refused in forms.py: it may be another
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -238,6 +241,19 @@ class SamplingFields(Struct, kw_only=True):
     paceline: PacelineFields | None = None  # extension
 
 
+class ThinkingChoice(Struct):
+    """Whether to think, as DeepSeek and others have it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class ReasoningChoice(Struct):
+    """Whether and how hard to think, as OpenRouter has it."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -254,6 +270,20 @@ class ChatRequest(SamplingFields, kw_only=True):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # extension
+    thinking: ThinkingChoice | None = None  # extensions: other names of both
+    reasoning: ReasoningChoice | None = None
+
+    def __post_init__(self) -> None:
+        if self.reasoning is not None and self.reasoning_effort is None:
+            self.reasoning_effort = self.reasoning.effort
+        thinks = self.reasoning.enabled if self.reasoning is not None else None
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+        if thinks is not None:
+            self.chat_template_kwargs = {
+                "enable_thinking": thinks,
+                **(self.chat_template_kwargs or {}),
+            }
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

@@ -26,6 +26,7 @@ from ..schemas import (
     Positive,
     ResponseFormat,
     SamplingFields,
+    TextFormat,
     Tool,
     ToolChoice,
     ToolName,
@@ -47,11 +48,15 @@ class FunctionSpec(Struct, tag_field="type", tag="function"):
 
 
 class TextSpec(Struct, tag_field="type", tag="text"):
-    """Any text."""
+    """Any text; a schema beside it is refused."""
+
+    schema: dict[str, Any] | None = None
 
 
 class JsonObjectSpec(Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object, or what a schema beside it describes."""
+
+    schema: dict[str, Any] | None = None
 
 
 class JsonSchemaSpec(Struct, tag_field="type", tag="json_schema"):
@@ -125,6 +130,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 # What chat_form and chat_order call a field, and what it is called here.
 FIELDS: Final = {
     "response_format.json_schema.schema": "text.format.schema",
+    "response_format.schema": "text.format.schema",
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -221,8 +227,10 @@ def _choice(choice: Choice | None) -> ToolChoice | None:
 
 def _format(text: TextSettings | None) -> ResponseFormat | None:
     match text.format if text else None:
-        case JsonObjectSpec():
-            return JsonObjectFormat()
+        case TextSpec(schema):
+            return TextFormat(schema=schema)
+        case JsonObjectSpec(schema):
+            return JsonObjectFormat(schema=schema)
         case JsonSchemaSpec(name, schema, strict):
             return JsonSchemaFormat(NamedSchema(name, schema, None, strict))
         case _:

@@ -73,6 +73,8 @@ class ResponseShape(Shape):
         self._cuts: Cuts = []
         self._finish = "stop"
         self._growing: OutItem | None = None
+        self._texts: list[str] = []  # what it gained, put together once, at its end
+        self._logprobs: list[ChatLogprob] = []
 
     def whole(self, choices: list[Collected], finished: Finished) -> ResponseReply:
         """Return the response with all its items."""
@@ -166,16 +168,10 @@ class ResponseShape(Shape):
         return [*events, *self._telling.begun(item, self._index)]
 
     def _grow(self, text: str, logprobs: list[ChatLogprob]) -> msgspec.Struct:
-        match item := self._growing:
-            case MessageOut():
-                item.content[0].text += text
-                item.content[0].logprobs = [*item.content[0].logprobs, *logprobs]
-            case ThoughtOut():
-                item.content[0].text += text
-            case CallOut():
-                item.arguments += text
-            case None:
-                raise AssertionError("an item begins before it grows")
+        item = self._growing
+        assert item is not None, "an item begins before it grows"
+        self._texts.append(text)
+        self._logprobs += logprobs
         self._cuts[-1].append((len(text), len(logprobs)))
         return self._telling.grown(item, self._index, text, logprobs)
 
@@ -192,6 +188,16 @@ class ResponseShape(Shape):
         if item is None:
             return []
         item.status = status
+        text, self._texts = "".join(self._texts), []
+        logprobs, self._logprobs = self._logprobs, []
+        match item:
+            case MessageOut():
+                item.content[0].text += text
+                item.content[0].logprobs = [*item.content[0].logprobs, *logprobs]
+            case ThoughtOut():
+                item.content[0].text += text
+            case CallOut():
+                item.arguments += text
         return self._telling.over(item, self._index)
 
     def _over(self, finished: Finished) -> ResponseReply:
