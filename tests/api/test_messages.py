@@ -212,6 +212,11 @@ async def test_thinking_is_the_callers_choice(
         assert text.last_setting["options"] == {"enable_thinking": True}
 
 
+_TEXT = {"type": "text", "text": "t"}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [_TEXT, {"type": "document"}]}
+_SAID = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -221,6 +226,18 @@ async def test_thinking_is_the_callers_choice(
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0]",
+        ),
+        (
+            {"system": "s", "messages": [*_SAID, {"role": "user", "content": [_RESULT]}]},
+            "messages[2].content[0].content[1]: a text model cannot take 'document'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [_RESULT, {"type": "image"}]}]},
+            "messages[0].content[0].content[1]",
+        ),
+        (
+            {"messages": [*_SAID, {"role": "user", "content": [_TEXT, {"type": "image"}]}]},
+            "messages[2].content[1]: a text model cannot take 'image'",
         ),
         ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools[0].type"),
         ({"tools": [_LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
