@@ -46,8 +46,8 @@ class GuardedTCPServer(TCPServer):
                 self.protocol = Http1Protocol(  # type: ignore[assignment]  # without what chooses
                     self.app,
                     self.config,
-                    self.context,  # type: ignore[arg-type]  # as hypercorn's own connection does
-                    task_group,  # type: ignore[arg-type]
+                    self.context,  # as hypercorn's own connection does
+                    task_group,
                     ConnectionState(self.state),
                     False,
                     parse_socket_addr(peer.family, peer.getpeername()),

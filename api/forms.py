@@ -121,8 +121,8 @@ def _format(body: ChatRequest) -> Source | None:
             source = sources.json_schema(schema, "response_format.json_schema.schema")
         case _:
             return None
-    if given := next((name for name in GUIDES if getattr(body, name) is not None), None):
-        raise CallerError(f"{given} cannot be kept together with response_format", param=given)
+    if guide := next((name for name in GUIDES if getattr(body, name) is not None), None):
+        raise CallerError(f"{guide} cannot be kept together with response_format", param=guide)
     return source
 
 

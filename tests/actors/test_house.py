@@ -25,7 +25,7 @@ def _loaded(patch: pytest.MonkeyPatch, path: Path) -> Loaded:
     card.end_ids = frozenset({2})
     lane = FakeLane("ar", 1, Wear(), Nature())
     patch.setattr(model, "load", lambda *_: SimpleNamespace(card=card))
-    patch.setattr(install, "install", lambda *_: Installed((lane,), "a", "w", "none"))  # type: ignore[arg-type]
+    patch.setattr(install, "install", lambda *_: Installed((lane,), "a", "w", "none"))
     patch.setattr("gc.freeze", lambda: None)
     loaded = Loaded()
     _build(ServerArgs(), path, Blas("b", "", True), loaded, trio.current_time)

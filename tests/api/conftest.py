@@ -1,12 +1,14 @@
 """A real app over a real house on fake lanes, reached without sockets, in virtual time."""
 
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from quart.typing import TestClientProtocol
 from tests.fakes import FakeText, Nature, Stand, stand
 from werkzeug.datastructures import Headers
@@ -41,14 +43,29 @@ def named_events(raw: bytes) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def inline_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what would go to a thread at once: virtual time does not wait for threads."""
+def _virtual_time_waits_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a virtual clock from jumping past every deadline while a thread works in real time."""
+    run = trio.to_thread.run_sync
+    working = 0
 
-    async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
-        await trio.lowlevel.checkpoint()
-        return work(*args)
+    async def waiting(*args: Any, **options: Any) -> Any:
+        nonlocal working
+        clock = trio.lowlevel.current_clock()
+        if not isinstance(clock, trio.testing.MockClock):
+            return await run(*args, **options)
+        if not working:
+            usual.append(clock.autojump_threshold)
+            clock.autojump_threshold = math.inf
+        working += 1
+        try:
+            return await run(*args, **options)
+        finally:
+            working -= 1
+            if not working:
+                clock.autojump_threshold = usual.pop()
 
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    usual: list[float] = []
+    monkeypatch.setattr(trio.to_thread, "run_sync", waiting)
 
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[TestClientProtocol, Stand]]]

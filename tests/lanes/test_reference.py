@@ -11,7 +11,7 @@ from mlx_lm.models import internlm2, llama, qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 from tests.lanes.tiny import CARD, LLAMA, VOCAB, tiny_llama
 
-from paceline.lanes import lockstep, rotation, trunks
+from paceline.lanes import lockstep, reference, rotation
 from paceline.lanes.install import Installed, Wanted, install
 from paceline.lanes.known import unsupported
 from paceline.lanes.reference import Reference, compare, own_logits, routed
@@ -258,10 +258,10 @@ def test_experts_that_rounding_chooses_are_reported_and_not_refused(
     """A model with routers is served however far one token's logits are off; NaN is refused."""
     assert routed(_experts())
     assert not routed(tiny_llama())
-    plain = trunks.reference._seen
+    plain = reference._seen
     for off, taken in ((50.0, True), (float("nan"), False), (float("inf"), False)):
         monkeypatch.setattr(
-            trunks.reference, "_seen", lambda *args, off=off: plain(*args) + np.float32(off)
+            reference, "_seen", lambda *args, off=off: plain(*args) + np.float32(off)
         )
         if taken:
             assert "other experts" in _agreed(_installed(_experts()))

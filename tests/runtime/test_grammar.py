@@ -573,7 +573,7 @@ def test_an_answer_that_is_whole_may_end_when_its_budget_does() -> None:
     """What would begin another word that does not fit is refused, and the end is not."""
     tokenizer, grammars = tiny_tokenizer(), tiny_grammars()
     row = grammars.compile(sources.choice(["red", "redvioletyellowviolet"], "f")).follow()
-    red, violet = tokenizer.token_to_id("red"), tokenizer.token_to_id("violet")
+    red, violet = (tokenizer.encode(word).ids[0] for word in ("red", "violet"))
     assert row.fits(red, 2)
     row.take(red, 2)
     assert not row.fits(violet, 1)
