@@ -85,11 +85,7 @@ async def formed(work: Callable[[], Result], shaped: bool) -> Result:
     """
     if not shaped:
         return work()
-    try:
-        limiter = _FORM_WORK.get()
-    except LookupError:
-        limiter = trio.CapacityLimiter(_AT_A_TIME)
-        _FORM_WORK.set(limiter)
+    limiter = _few(_FORM_WORK)
     if limiter.statistics().tasks_waiting >= _MOST_WAITING:
         raise BusyError("too many schemas and grammars are being compiled; try again", 2)
     return await aside(work, limiter)
@@ -99,12 +95,17 @@ async def at_length(work: Callable[[], Result], long: bool) -> Result:
     """Do work on text: at once, or in a thread where it is long, a few such at a time."""
     if not long:
         return work()
+    return await aside(work, _few(_LONG_WORK))
+
+
+def _few(kind: trio.lowlevel.RunVar[trio.CapacityLimiter]) -> trio.CapacityLimiter:
+    """Return what lets a few of one kind of work run at a time."""
     try:
-        limiter = _LONG_WORK.get()
+        return kind.get()
     except LookupError:
         limiter = trio.CapacityLimiter(_AT_A_TIME)
-        _LONG_WORK.set(limiter)
-    return await aside(work, limiter)
+        kind.set(limiter)
+        return limiter
 
 
 def is_long(value: Any) -> bool:
