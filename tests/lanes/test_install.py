@@ -56,7 +56,9 @@ class _Leaky:
         passed = self._inner.step(slots, layout, tokens)
         if layout.total > 1:
             assert passed.logits is not None
-            passed.logits += self._leak * mx.roll(passed.logits, 1, 0) + self._bias
+            if self._leak:  # even zero times a neighbour that is NaN would be NaN
+                passed.logits += self._leak * mx.roll(passed.logits, 1, 0)
+            passed.logits += self._bias
         return passed
 
     def branch(self, fork: Fork, reach: Reach, tokens: mx.array) -> Pass:
