@@ -152,12 +152,12 @@ def test_a_signal_tidies_up_what_was_begun(tmp_path: Path) -> None:
 def test_a_second_signal_ends_at_once() -> None:
     """Also while what the first one began is still tidied up."""
     program = (
-        "import time\n"
+        "import os, time\n"
         "shutdown.arm()\n"
         "try:\n"
-        "  print('ready', flush=True); time.sleep(600)\n"
-        "finally:\n"
-        "  print('ready', flush=True)\n"
+        "  os.write(1, b'ready\\n'); time.sleep(600)\n"
+        "finally:\n"  # not by print, which a signal may find in the middle of a line
+        "  os.write(1, b'ready\\n')\n"
         "  while True: time.sleep(600)"
     )
     assert _signalled(program, signal.SIGTERM, signal.SIGTERM) == 130
