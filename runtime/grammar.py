@@ -33,7 +33,6 @@ _UNKNOWN_KEYS: Final = re.compile(r"Unimplemented keys: \[(?P<keys>.*)\]")
 _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # The engine recurses over what a grammar nests, so it is compiled where there is room.
 _STACK: Final = 256 << 20  # bytes of address space; what is not used is not taken
-_AT_ONCE: Final = 2  # grammars compiled at a time
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -71,7 +70,6 @@ class Grammars:
         self._exits = Exits(tokens, spelling.special_token_ids, spelling.end_ids)
         self._kept: OrderedDict[tuple[Source, Thinking | None], Grammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._at_once = threading.Semaphore(_AT_ONCE)
 
     def compile(self, source: Source, thinking: Thinking | None = None) -> Grammar:
         """Return a grammar that rows can follow; takes a while for large ones.
@@ -84,8 +82,7 @@ class Grammars:
             if (known := self._kept.get(key)) is not None:  # agents ask for the same again
                 self._kept.move_to_end(key)
                 return known
-        with self._at_once:
-            grammar = self._with_room(source, thinking)
+        grammar = self._with_room(source, thinking)
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > _KEPT or sum(len(s.text) for s, _ in self._kept) > _KEPT_SIZE:
