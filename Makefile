@@ -30,8 +30,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 serve: $(VENV)/.serve
 	$(BIN)/paceline serve $(ARGS)
 
+# Each file on one of up to four processes, since a process loads the model for itself
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 # Real clients from their own registries (needs npm as well); each lands in .clients/
 test-clients: $(VENV)/.dev

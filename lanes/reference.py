@@ -27,7 +27,8 @@ from .tiles import Tiles
 
 NAME: Final = "against mlx-lm"
 
-_PROMPTS: Final = (37, 5)
+_PROMPTS: Final = (37, 5)  # the short one is how the long one begins
+_CUT: Final = 18  # where the second of two other ways to read it cuts
 _STEPS: Final = (2, 1)  # positions of the steps behind a prompt
 _PROBED: Final = 24  # positions a single layer is tried on
 _LAYER_BOUND: Final = 1e-4  # of the root mean square of what a layer adds; seen: 2e-6
@@ -47,8 +48,8 @@ class Reference(msgspec.Struct, frozen=True):
     Args:
         tokens: The tokens behind the prompt.
         logits: Of the prompt's last position and of every token, [1 + tokens, vocabulary].
-        moved: The largest difference of a logit when mlx-lm reads all of it in other pieces,
-            of several ways to cut it.
+        moved: The largest difference of a logit, at a position of any reference, when mlx-lm reads
+            all of it in other pieces, of two ways to cut it.
     """
 
     prompt: tuple[int, ...]
@@ -63,26 +64,22 @@ def own_logits(net: nn.Module, vocab_size: int) -> list[Reference]:
     Raises:
         ModelError: When mlx-lm cannot run it.
     """
+    length = max(_PROMPTS)
     rng = np.random.default_rng(12)
-    found = []
-    for length in _PROMPTS:
-        every = tuple(map(int, rng.integers(0, vocab_size, length + sum(_STEPS))))
-        middle = length * 2 // 3
-        pieces = [every[:middle], every[middle:length], *([token] for token in every[length:])]
-        try:
-            logits = _own(net, pieces)[length - 1 :]
-            moved = max(
-                apart(
-                    _own(net, [every[:cut], every[cut:]] if cut else [every])[length - 1 :], logits
-                )
-                for cut in (0, length // 2)
-            )
-        except Exception as error:  # whatever a family's code raises, this model cannot be served
-            raise ModelError(
-                f"mlx-lm cannot run this model: {type(error).__name__}: {error}"
-            ) from None
-        found.append(Reference(every[:length], every[length:], logits, moved))
-    return found
+    every = tuple(map(int, rng.integers(0, vocab_size, length + sum(_STEPS))))
+    middle = length * 2 // 3
+    pieces = [every[:middle], every[middle:length], *([token] for token in every[length:])]
+    try:
+        logits = _own(net, pieces)
+        others = [_own(net, pieces) for pieces in ([every], [every[:_CUT], every[_CUT:]])]
+    except Exception as error:  # whatever a family's code raises, this model cannot be served
+        raise ModelError(f"mlx-lm cannot run this model: {type(error).__name__}: {error}") from None
+    spans = [slice(length - 1, length + sum(_STEPS)) for length in _PROMPTS]
+    moved = max(apart(other[span], logits[span]) for other in others for span in spans)
+    return [
+        Reference(every[:length], every[length : span.stop], logits[span], moved)
+        for length, span in zip(_PROMPTS, spans, strict=True)
+    ]
 
 
 def _own(model: Any, pieces: Sequence[Sequence[int]]) -> Logits:

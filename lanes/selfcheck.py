@@ -84,6 +84,7 @@ class LaneChecker:
         steps = len(self._depths) + (0 if head is None else _CASES - 1)
         traces = self._run(self._rows, 1, (0,) * steps, None)
         self._alone = [trace.logits for trace in traces]
+        self._others: list[Row] = []
 
     def check(self, lane_name: str, geometry: int) -> Receipt:
         """Check one geometry.
@@ -143,9 +144,7 @@ class LaneChecker:
 
     def _isolation(self, rows: Sequence[Row], geometry: int, before: Trace) -> Check:
         """Change every neighbour of the first row, and its slot; its bits must stay."""
-        lane = ArLane(self._trunk, 1, "", _NO_RECEIPT, ON_HOST, self._head)
-        prompts = [tuple(reversed(row.context.prompt)) for row in rows[1:] or rows]
-        others = [_read(lane, f"other {i}", prompt) for i, prompt in enumerate(prompts)]
+        others = self._read_others(max(1, geometry - 1))
         answers = self._answers() | {row.key: [row.generated[0]] * 9 for row in others}
         # Where shapes do not matter, few and uneven rows leave places for filler.
         beside = 1 if geometry == 1 or self._shapeless else geometry - 1
@@ -163,6 +162,15 @@ class LaneChecker:
             found += "; another token is chosen on the device"
         # A draft decides how many tokens a step commits and not which, so it may round.
         return Check("row isolation", worst == 0.0 and drafts <= self._bound and alike, found)
+
+    def _read_others(self, count: int) -> list[Row]:
+        """Return rows on other prompts than the checked ones, each of them read once."""
+        lane = ArLane(self._trunk, 1, "", _NO_RECEIPT, ON_HOST, self._head)
+        rows = self._rows[1:] or self._rows
+        for at in range(len(self._others), count):
+            prompt = tuple(reversed(rows[at].context.prompt))
+            self._others.append(_read(lane, f"other {at}", prompt))
+        return self._others[:count]
 
     def _run(
         self,

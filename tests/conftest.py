@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+# Tests run side by side, one a core. A product over two threads waits for the slower of the two,
+# which made a start five times as long beside a busy core as it is with one thread.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from paceline.runtime import blas, log
 

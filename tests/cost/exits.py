@@ -69,14 +69,14 @@ def main() -> None:
 def _tiny(folder: Path) -> str:
     """Write a small checkpoint and return where."""
     blas.preload()
-    from tests.lanes.test_heads import _saved
+    from tests.lanes.test_heads import saved
     from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
 
     from paceline.runtime.model import find_model
 
     size = {"vocab_size": 49152, "max_position_embeddings": 8192}
     net = tiny_llama(**size)
-    _saved(folder, net, {**LLAMA, **size}, tensors_of(tiny_head(net)))
+    saved(folder, net, {**LLAMA, **size}, tensors_of(tiny_head(net)))
     for file in find_model("starter").glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)

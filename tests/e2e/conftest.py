@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lanes.test_heads import saved
+from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
 
 _UP = re.compile(r"at (http://\S+)/v1")
 _START_SECONDS = 600  # self-checks of every lane, on a machine that others keep busy
@@ -93,3 +96,17 @@ def server(starter_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     log = tmp_path_factory.mktemp("server") / "log.jsonl"
     with running(log, "--scheduler-mode", "ar_batch", "--log-format", "json") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny(starter_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two tiny checkpoints with the starter's tokenizer: with a head of their own and without."""
+    found = {}
+    size = {"vocab_size": 49152, "max_position_embeddings": 8192}
+    for name in ("headed", "plain"):
+        net = tiny_llama(**size)
+        head = tensors_of(tiny_head(net)) if name == "headed" else {}
+        found[name] = saved(tmp_path_factory.mktemp(name), net, {**LLAMA, **size}, head)
+        for file in starter_path.glob("tokenizer*"):
+            shutil.copy(file, found[name])
+    return found

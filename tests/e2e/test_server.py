@@ -184,10 +184,11 @@ def test_a_first_signal_drains_and_a_stalled_reader_does_not_hold_the_exit(
     assert {"server.draining", "server.stopped"} <= {e["event"] for e in server.events()}
 
 
-def test_a_second_signal_ends_at_once(starter_path: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(tiny: dict[str, Path], tmp_path: Path) -> None:
     """Nobody has to wait for a drain they do not want."""
+    model = ("--model", str(tiny["plain"]))
     with ExitStack() as stack:
-        server = stack.enter_context(running(tmp_path / "log", "--drain-timeout-s", "600"))
+        server = stack.enter_context(running(tmp_path / "log", "--drain-timeout-s", "600", *model))
         _stream(stack, server, {**_LONG, "stream": True}).readline()
         server.process.send_signal(signal.SIGINT)
         _wait_until(lambda: _health(server)["status"] == "draining")
@@ -228,13 +229,14 @@ def test_a_signal_during_the_load_ends_at_once(tmp_path: Path, number: int) -> N
     assert events == ["server.signal", "server.stopped"]
 
 
-def test_a_server_outlives_the_readers_of_its_output(starter_path: Path, tmp_path: Path) -> None:
+def test_a_server_outlives_the_readers_of_its_output(tiny: dict[str, Path], tmp_path: Path) -> None:
     """Standard output closed from the start and a log whose reader goes: it serves and counts."""
     reads, writes = os.pipe()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [sys.executable, "-m", "paceline.api.cli.main", "serve", "--port", str(port)]
+    words += ["--model", str(tiny["plain"])]
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@" >&-', "sh", *words, "--log-format", "json"], stderr=writes
     )
@@ -282,12 +284,13 @@ main()
 
 
 def test_a_broken_device_tells_its_clients_and_exits_with_3(
-    starter_path: Path, tmp_path: Path
+    tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     """A forward pass that raises: the stream gets an error event, the process leaves with 3."""
     program = "from paceline.runtime import blas\nblas.preload()\n" + _BREAKS
     with ExitStack() as stack:
-        server = stack.enter_context(running(tmp_path / "log", program=program))
+        model = ("--model", str(tiny["plain"]))
+        server = stack.enter_context(running(tmp_path / "log", *model, program=program))
         text = _stream(stack, server, {**_LONG, "stream": True}).read()
         assert b'"code":"model_failed"' in text
         assert b"[DONE]" not in text

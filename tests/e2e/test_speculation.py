@@ -1,9 +1,9 @@
 """Speculation behind the whole server: what ran is in /health, and tokens are plain decoding's."""
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -11,11 +11,10 @@ from urllib.request import Request, urlopen
 import pytest
 from tests.e2e.conftest import Server, running
 from tests.e2e.test_server import _health, _one_line, _paceline
-from tests.lanes.test_heads import _saved
-from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
 
 pytestmark = pytest.mark.slow
 
+_TOKENS = 16
 _FLAGS = ("--scheduler-mode", "mtp_batch", "--batch-wait-ms", "1000", "--log-format", "json")
 
 
@@ -31,7 +30,7 @@ def _ask(server: Server, number: int, **more: Any) -> dict[str, Any]:
     """Send one request; what it asks for depends on its number alone."""
     body = {
         "messages": [{"role": "user", "content": f"Write {number + 2} lines about rain."}],
-        "max_tokens": 24,
+        "max_tokens": _TOKENS,
         "seed": number,
         "temperature": (0.0, 0.7, 1.0, 1.3)[number % 4],
         "top_p": (1.0, 0.9)[number % 2],
@@ -53,9 +52,15 @@ def _together(server: Server, count: int) -> list[dict[str, Any]]:
         return list(pool.map(lambda number: _ask(server, number), range(count)))
 
 
+@pytest.fixture(scope="module")
+def plain(server: Server) -> Callable[[int], dict[str, Any]]:
+    """What a server that never drafts answers to a numbered request, asked once each."""
+    return lru_cache(lambda number: _ask(server, number))
+
+
 @pytest.mark.parametrize(("count", "lane"), [(1, "b1"), (3, "b3"), (5, "b8"), (8, "b8")])
 def test_health_proves_which_lane_carried_how_many(
-    drafting: Server, server: Server, count: int, lane: str
+    drafting: Server, plain: Callable[[int], dict[str, Any]], count: int, lane: str
 ) -> None:
     """1, 3, 5 and 8 concurrent requests: lane, width, histogram, acceptance; tokens of ar_batch."""
     before = _health(drafting)["scheduler"]["telemetry"]
@@ -76,10 +81,9 @@ def test_health_proves_which_lane_carried_how_many(
     assert 0 < told["acceptance_by_depth"]["1"] <= 1
     assert told["mean_accepted"] > 0
     for number, answer in enumerate(answers):
-        plain = _ask(server, number)
-        assert answer["choices"] == plain["choices"]
+        assert answer["choices"] == plain(number)["choices"]
         assert answer["paceline"]["mode"] == "mtp_batch"
-        assert plain["paceline"]["drafted_tokens"] == 0
+        assert plain(number)["paceline"]["drafted_tokens"] == 0
 
 
 def test_cohorts_log_their_acceptance(drafting: Server) -> None:
@@ -91,20 +95,6 @@ def test_cohorts_log_their_acceptance(drafting: Server) -> None:
     assert all(0 <= share <= 1 for share in shares)
     assert all(e["acceptance"] is None for e in over if set(e["depths"]) == {"0"})
     assert all(sum(e["depths"].values()) == e["steps"] for e in over)
-
-
-@pytest.fixture(scope="module")
-def tiny(starter_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two tiny checkpoints with the starter's tokenizer: with a head of their own and without."""
-    found = {}
-    config = {**LLAMA, "vocab_size": 49152}
-    for name in ("headed", "plain"):
-        net = tiny_llama(vocab_size=49152)
-        head = tensors_of(tiny_head(net)) if name == "headed" else {}
-        found[name] = _saved(tmp_path_factory.mktemp(name), net, config, head)
-        for file in starter_path.glob("tokenizer*"):
-            shutil.copy(file, found[name])
-    return found
 
 
 def test_mtp_batch_without_a_head_exits_with_3(tiny: dict[str, Path]) -> None:
@@ -142,7 +132,7 @@ def test_every_numerics_and_acceptance_serves(tiny: dict[str, Path], tmp_path: P
         with running(tmp_path / numerics, *model, *flags) as server:
             answers = _together(server, 8)
             lanes = _health(server)["scheduler"]["installed_lanes"]
-        assert [a["usage"]["completion_tokens"] for a in answers] == [24] * 8
+        assert [a["usage"]["completion_tokens"] for a in answers] == [_TOKENS] * 8
         assert {lane["numerics"] for lane in lanes[1:]} == {numerics}
         assert {lane["acceptance"] for lane in lanes} == {"rejection"}
 
@@ -182,7 +172,7 @@ def test_inspect_is_quick_unless_asked_and_tells_each_stage(tiny: dict[str, Path
 
 
 def test_hyper_serves_one_request_on_its_own_branches(
-    starter_path: Path, server: Server, tmp_path: Path
+    starter_path: Path, plain: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
     """Four at once are answered in turn with the tokens of ar_batch; receipts show branches."""
     flags = ("--scheduler-mode", "hyper", "--log-format", "json")
@@ -195,7 +185,7 @@ def test_hyper_serves_one_request_on_its_own_branches(
             if event["event"] == "cohort.sealed"
         ]
     for number, answer in enumerate(answers):
-        assert answer["choices"] == _ask(server, number)["choices"]
+        assert answer["choices"] == plain(number)["choices"]
     receipts = health["hyper"]["receipts"]
     assert max(receipt["branches"] for receipt in receipts) > 1
     assert sum(receipt["tokens"] for receipt in receipts) > len(receipts)
@@ -214,7 +204,7 @@ def test_a_trial_warns_at_start_and_serves(tiny: dict[str, Path], tmp_path: Path
         with running(tmp_path / trial, *model, *flags) as server:
             answers = _together(server, 8)
             warned = [e for e in server.events() if e["event"] == "mode.experimental"]
-        assert [a["usage"]["completion_tokens"] for a in answers] == [24] * 8
+        assert [a["usage"]["completion_tokens"] for a in answers] == [_TOKENS] * 8
         assert [e["cohort_policy"] for e in warned] == [trial]
 
 

@@ -25,7 +25,7 @@ def _source(tensors: dict[str, mx.array]) -> HeadSource:
     return HeadSource(tensors, "a test", 0.0, None, None)
 
 
-def _saved(folder: Path, net: nn.Module, config: dict[str, Any], head: dict[str, mx.array]) -> Path:
+def saved(folder: Path, net: nn.Module, config: dict[str, Any], head: dict[str, mx.array]) -> Path:
     """Write a checkpoint with a head in it, as makers publish them."""
     weights = dict(tree_flatten(net.parameters()))
     weights |= {f"mtp.{name}": array for name, array in head.items()}
@@ -135,7 +135,7 @@ def test_a_damaged_head_is_refused_with_the_reason(
     change(tensors)
     with pytest.raises(HeadRefused, match=reason):
         build_head(_source(tensors), net, mx.float32)
-    model = load(_saved(tmp_path, net, LLAMA, tensors), "auto", "cpu", 0, "")
+    model = load(saved(tmp_path, net, LLAMA, tensors), "auto", "cpu", 0, "")
     with pytest.raises(HeadRefused, match=f"{reason}.*with mtp off"):
         install(model, Wanted(Mode.SERIAL))
     assert install(model, Wanted(Mode.SERIAL, mtp=False)).lanes[0].spec.kind == "ar"
@@ -156,7 +156,7 @@ def _qwen2() -> nn.Module:
 def test_a_checkpoints_own_head_is_read_and_used(tmp_path: Path) -> None:
     """mtp.* tensors beside the model's own, on every width, with plain decoding's tokens."""
     net = tiny_llama()
-    folder = _saved(tmp_path, net, LLAMA, tensors_of(tiny_head(net)))
+    folder = saved(tmp_path, net, LLAMA, tensors_of(tiny_head(net)))
     drafting = install(load(folder, "auto", "cpu", 0, ""), Wanted(Mode.MTP_BATCH))
     plain = install(load(folder, "auto", "cpu", 0, ""), Wanted(Mode.SERIAL, mtp=False))
     assert drafting.head.startswith("mtp.* of ")
@@ -211,7 +211,7 @@ def test_a_state_that_cannot_be_taken_back_has_no_speculative_lane(tmp_path: Pat
     """A sliding window forgets what a wrong draft pushed out, and is named."""
     changes = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
     net = tiny_llama(**changes)
-    folder = _saved(tmp_path, net, {**LLAMA, **changes}, tensors_of(tiny_head(net)))
+    folder = saved(tmp_path, net, {**LLAMA, **changes}, tensors_of(tiny_head(net)))
     model = load(folder, "auto", "cpu", 0, "")
     installed = install(model, Wanted(Mode.SERIAL))
     assert installed.lanes[0].spec.kind == "ar"

@@ -226,7 +226,7 @@ def test_real_tokens_and_log_probabilities_are_those_of_plain_decoding(
             tuple(text.encode_chat([{"role": "user", "content": ask}])),
             Sampling(temperature=(0.0, 0.7, 1.3)[i % 3], top_p=(1.0, 0.9)[i % 2], logprobs=1),
             i,
-            20,
+            12,
             frozenset(),
         )
         for i, ask in enumerate(asks)

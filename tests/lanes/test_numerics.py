@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tests.lanes.test_heads import _saved
+from tests.lanes.test_heads import saved
 from tests.lanes.test_mtp import SAMPLERS, at, context, run
 from tests.lanes.tiny import LLAMA, tensors_of, tiny_head, tiny_llama
 
@@ -25,7 +25,7 @@ def _installed(folder: Path, **wanted: Any) -> Installed:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     net = tiny_llama()
-    return _saved(tmp_path, net, LLAMA, tensors_of(tiny_head(net)))
+    return saved(tmp_path, net, LLAMA, tensors_of(tiny_head(net)))
 
 
 def test_b1_exact_has_the_bits_of_a_lone_row(folder: Path) -> None:
