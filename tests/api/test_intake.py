@@ -4,13 +4,14 @@ import gc
 import importlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quart import Quart
 from tests.api.conftest import Serving
 
 from paceline.api import problems
@@ -22,9 +23,12 @@ from paceline.api.intake import (
     MOST_KEYS,
     MOST_NESTING,
     MOST_VALUES,
+    Intake,
     check_json,
+    prepared,
 )
 from paceline.runtime.errors import CallerError
+from paceline.runtime.memory import Trimmer
 
 _LOCAL = {"Host": "localhost:8000", "Content-Type": "application/json"}
 _ASK = [{"role": "user", "content": "hi"}]
@@ -316,12 +320,16 @@ async def test_legacy_prompts_are_bounded_before_they_are_read(
     assert error["param"] in ("prompt", "n")
 
 
-async def test_large_bodies_wait_for_room_and_give_it_back(serving: Serving) -> None:
+async def test_large_bodies_wait_for_room_and_give_it_back(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More large bodies than there is room for are all answered, one after the other.
 
     In real time: a virtual clock would jump to the end of the wait while a thread works.
     """
     found: list[int] = []
+    asked: list[Trimmer] = []  # to give their memory back to the system
+    monkeypatch.setattr(Trimmer, "ask", lambda self: asked.append(self))
 
     async def ask(client: Any) -> None:
         body = {"prompt": [0] * 400_000, "max_tokens": 1}
@@ -336,6 +344,49 @@ async def test_large_bodies_wait_for_room_and_give_it_back(serving: Serving) -> 
         answer = await client.post("/v1/completions", json=small, headers=_LOCAL)
     assert found == [400] * 5
     assert answer.status_code == 200
+    assert len(asked) == 5
+
+
+class _Sent:
+    """A request whose body is here at once."""
+
+    max_content_length = None
+
+    def __init__(self, size: int) -> None:
+        self.body = self._parts(size)
+
+    @staticmethod
+    async def _parts(size: int) -> AsyncIterator[bytes]:
+        yield b'"' + b"x" * (size - 2) + b'"'
+
+
+async def test_large_bodies_in_work_never_have_more_than_the_largest_together() -> None:
+    """The second waits until the first has given its room back; small ones wait for nobody."""
+    app, intake = Quart(__name__), Intake(3 << 20, 30)
+    order: list[str] = []
+    entered = trio.Event()
+
+    async def read(name: str, size: int, may_end: trio.Event) -> None:
+        request: Any = _Sent(size)
+        async with app.app_context():
+            await intake.read(request)
+            order.append(name)
+            entered.set()
+            await may_end.wait()
+            order.append(f"{name} ends")
+            prepared()
+
+    async with trio.open_nursery() as nursery:
+        first, free = trio.Event(), trio.Event()
+        free.set()
+        nursery.start_soon(read, "first", 2 << 20, first)
+        await entered.wait()
+        nursery.start_soon(read, "second", 2 << 20, free)
+        nursery.start_soon(read, "small", 1000, free)
+        await trio.testing.wait_all_tasks_blocked()
+        assert intake._free >= 0, "the second has no room yet"
+        first.set()
+    assert order == ["first", "small", "small ends", "first ends", "second", "second ends"]
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,18 @@ def test_no_field_is_too_odd_to_log(fields: dict[str, Any], style: str) -> None:
     finally:
         log.configure("error", "json")
     lines = stream.getvalue().splitlines()
-    assert len(stream.getvalue()) < 8_000_000
+    assert len(stream.getvalue()) < 2_000_000
     assert "next" in lines[-1]
     if style == "json":
         assert [json.loads(line)["event"] for line in lines] == ["odd", "\\ud800", "next"]
+
+
+def test_what_cannot_be_said_costs_no_other_field(out: io.StringIO) -> None:
+    """A value whose repr raises is named by its type, beside what could be logged."""
+    log.logger().error("odd", x=_Hostile(), kept=1)
+    (event,) = _events(out)
+    assert event["x"] == "<_Hostile: its repr raised RuntimeError>"
+    assert event["kept"] == 1
 
 
 def test_lines_of_many_threads_keep_their_order_and_their_time(out: io.StringIO) -> None:
@@ -195,6 +203,19 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_told_what_it_missed(
             assert event["number"] == expected
         expected += event["lines"] if event["event"] == "log.dropped" else 1
     assert expected > 5000
+
+
+def test_what_waits_for_a_stopped_reader_is_bounded_in_characters_too(
+    pipe: _Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few lines, but long ones: those beyond the bound are dropped."""
+    monkeypatch.setattr(writer, "MOST_CHARACTERS", 1 << 20)
+    before = log.dropped()
+    for _ in range(40):  # 4 MB, of which a pipe holds a part of one line
+        log.logger().info("line", padding="x" * 100_000)
+    assert 25 <= log.dropped() - before < 40
+    log.flush(0)
+    assert pipe.lines()
 
 
 class _FullDisk(io.StringIO):
@@ -324,6 +345,10 @@ def test_what_libraries_log_warn_and_print_becomes_lines(
     with pytest.raises(TypeError):
         sys.stderr.write(b"bytes")  # type: ignore[arg-type]  # as click finds out
     events = _events(out)
+    for _ in range(3):  # a line that never ends is not kept whole
+        sys.stderr.write("x" * log._LONGEST)
+    begun: Any = sys.stderr
+    assert len(begun._begun) <= log._LONGEST
     assert [e["event"] for e in events] == ["library"] * 2 + ["stderr"] * 3
     assert "old thing" in events[0]["message"]
     assert events[1]["library"] == "some.library"
