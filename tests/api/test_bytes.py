@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+from quart_trio import QuartTrio
 from tests.fakes import Stand, stand
 
 from paceline.api import connection
@@ -188,6 +189,23 @@ async def test_no_fault_of_a_connection_ends_the_server(
             patch.setattr(owner, name, fault)
             await _ask(port, b"GET /health HTTP/1.1\r\n" + _H + b"\r\n")
         await _assert_well(port)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/v1/models", None), ("/v1/messages", "error")])
+async def test_a_fault_below_the_app_has_a_body_too(
+    monkeypatch: pytest.MonkeyPatch, path: str, kind: str | None
+) -> None:
+    """Where the app ends before it answers, the 500 is in JSON and in its dialect's shape."""
+    async with _served() as (port, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(QuartTrio, "__call__", _raises_later)
+            answer = await _ask(port, f"GET {path} HTTP/1.1\r\n".encode() + _H + b"\r\n")
+        await _assert_well(port)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    told = json.loads(body)
+    assert told["error"]["message"]
+    assert told.get("type") == kind
 
 
 async def test_sending_on_a_socket_that_was_closed_is_no_fault() -> None:
