@@ -83,7 +83,10 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 Outcome = Finished | Broken
-Origin = Literal["client_disconnect", "client_stall", "client_slow", "deadline", "server_shutdown"]
+Origin = Literal[
+    "client_disconnect", "client_stall", "client_slow", "deadline", "server_shutdown",
+    "internal_error",
+]  # fmt: skip
 
 
 class RequestActor:
@@ -309,5 +312,6 @@ def _abandoned(reason: Origin) -> Broken:
         "client_slow": "the client read too slowly for too long",
         "deadline": "the request took longer than request_timeout_s allows",
         "server_shutdown": "the server is shutting down",
+        "internal_error": "the request failed inside the server",
     }
     return Broken("client_stall" if reason == "client_slow" else reason, messages[reason])

@@ -16,7 +16,8 @@ from ..runtime.context import TokenLogprob
 from ..runtime.log import logger
 from ..runtime.text import Text
 from .intake import prepared
-from .problems import broken_status, reply
+from .offload import ANSWERS, at_length
+from .problems import broken_status, encoded, encoded_reply, reply
 from .replies import (
     ChatChunk,
     ChatLogprob,
@@ -53,7 +54,12 @@ async def answer(house: House, order: Order, route: str, shape: Shape) -> Respon
     choices = await _collect(actor, order)
     match actor.outcome:
         case Finished() as finished:
-            return reply(200, shape.whole(_likeliest(choices, order), finished), headers)
+            kept = _likeliest(choices, order)
+            told = sum(len(one.logprobs) + len(one.prompt_logprobs) for one in kept)
+            echoed = sum(map(len, order.prompts)) if order.echo else 0
+            long = shape.ends_long(max(told, echoed, finished.receipt.completion_tokens))
+            body = await at_length(lambda: encoded(shape.whole(kept, finished)), long, ANSWERS)
+            return encoded_reply(200, body, headers)
         case Broken() as broken:
             status = broken_status(broken)
             if status == 503:
@@ -126,14 +132,15 @@ def paceline_of(house: House, order: Order, finished: Finished) -> Paceline:
 
 def chat_logprobs(entries: tuple[TokenLogprob, ...], text: Text) -> ChatLogprobs:
     """Return log probabilities in the chat shape."""
+    spelled = _Spelled(text)
     content = []
     for entry in entries:
-        raw = text.token_bytes(entry.token)
         top = [
-            TopLogprob(_shown(b := text.token_bytes(token)), logprob, list(b))
-            for token, logprob in entry.top
+            TopLogprob(shown, logprob, raw)
+            for (shown, raw), logprob in ((spelled[token], p) for token, p in entry.top)
         ]
-        content.append(ChatLogprob(_shown(raw), entry.logprob or 0.0, list(raw), top))
+        shown, raw = spelled[entry.token]
+        content.append(ChatLogprob(shown, entry.logprob or 0.0, raw, top))
     return ChatLogprobs(content)
 
 
@@ -141,18 +148,16 @@ def text_logprobs(
     entries: list[TokenLogprob], text: Text, alternatives: int, offset: int
 ) -> tuple[TextLogprobs, int]:
     """Return log probabilities in the legacy shape, and where the next token's text begins."""
+    spelled = _Spelled(text)
     tokens, offsets = [], []
     for entry in entries:
-        token = _shown(text.token_bytes(entry.token))
+        token, _ = spelled[entry.token]
         tokens.append(token)
         offsets.append(offset)
         offset += len(token)
     top: list[dict[str, float] | None] | None = None
     if alternatives:
-        top = [
-            {_shown(text.token_bytes(t)): logprob for t, logprob in entry.top} or None
-            for entry in entries
-        ]
+        top = [{spelled[t][0]: logprob for t, logprob in entry.top} or None for entry in entries]
     return TextLogprobs(tokens, [entry.logprob for entry in entries], top, offsets), offset
 
 
@@ -167,8 +172,17 @@ def _likeliest(choices: list[Collected], order: Order) -> list[Collected]:
     return out
 
 
-def _shown(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+class _Spelled(dict[int, tuple[str, list[int]]]):
+    """Tokens' texts and bytes; each is looked up once, since most stand at many positions."""
+
+    def __init__(self, text: Text) -> None:
+        super().__init__()
+        self._text = text
+
+    def __missing__(self, token: int) -> tuple[str, list[int]]:
+        raw = self._text.token_bytes(token)
+        self[token] = found = raw.decode("utf-8", "replace"), list(raw)
+        return found
 
 
 def _log_request(house: House, order: Order, route: str) -> None:
@@ -191,7 +205,7 @@ def _log_request(house: House, order: Order, route: str) -> None:
 
 
 async def _collect(actor: RequestActor, order: Order) -> list[Collected]:
-    """Wait for a whole answer; a client that leaves takes its request with it."""
+    """Wait for a whole answer; a client that leaves, or a fault here, ends its request."""
     choices = [Collected() for _ in order.generation.rows]
     try:
         async for event in actor.events:
@@ -203,7 +217,8 @@ async def _collect(actor: RequestActor, order: Order) -> list[Collected]:
                     choices[event.index].stop = event.stop
                 case Alive():
                     pass
-    except trio.Cancelled:
-        actor.hang_up("client_disconnect")
+    except BaseException as error:
+        left = isinstance(error, trio.Cancelled)
+        actor.hang_up("client_disconnect" if left else "internal_error")
         raise
     return choices

@@ -117,7 +117,7 @@ def make_app(house: House, clock: Callable[[], float] = trio.current_time) -> Qu
 
     @app.get("/v1/responses/<response_id>")
     async def kept_response(response_id: str) -> Response:
-        return show_response(store, response_id, request.args)
+        return await show_response(store, response_id, request.args)
 
     @app.get("/v1/responses/<response_id>/input_items")
     async def input_items(response_id: str) -> Response:

@@ -39,8 +39,7 @@ async def completions(house: House, raw: bytes, priority: str | None) -> Respons
     return await answer(house, order, "completions", TextShape(house, order))
 
 
-def _choice(house: House, order: Order, index: int, choice: Collected) -> TextChoice:
-    prompt = house.text.decode(order.prompts[index // order.kept]) if order.echo else ""
+def _choice(house: House, order: Order, index: int, prompt: str, choice: Collected) -> TextChoice:
     text = "" if order.drop_completion else choice.text
     logprobs = None
     if order.alternatives is not None:
@@ -58,11 +57,15 @@ class TextShape(ChoiceShape[TextChoice]):
 
     def whole(self, choices: list[Collected], finished: Finished) -> TextReply:
         """Return all choices with their texts."""
+        prompts = self._echoed(self._order.kept)
         return TextReply(
             id=_answer_id(self._order),
             created=self._created,
             model=self._house.served.name,
-            choices=[_choice(self._house, self._order, i, c) for i, c in enumerate(choices)],
+            choices=[
+                _choice(self._house, self._order, index, prompt, choice)
+                for index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True))
+            ],
             usage=usage_of(self._order, finished),
             paceline=paceline_of(self._house, self._order, finished),
         )
@@ -72,8 +75,8 @@ class TextShape(ChoiceShape[TextChoice]):
         if not self._order.echo or self._order.alternatives is not None:
             return []
         return [
-            self._chunk(TextChoice(index, self._house.text.decode(prompt)))
-            for index, prompt in enumerate(self._prompt_of_each_row())
+            self._chunk(TextChoice(index, prompt))
+            for index, prompt in enumerate(self._echoed(self._order.n))
         ]
 
     def piece(self, piece: Piece) -> Iterable[TextReply]:
@@ -104,8 +107,15 @@ class TextShape(ChoiceShape[TextChoice]):
             chunk.usage = None
         return chunk
 
-    def _prompt_of_each_row(self) -> list[tuple[int, ...]]:
-        return [prompt for prompt in self._order.prompts for _ in range(self._order.n)]
+    def _echoed(self, each: int) -> list[str]:
+        """Return what stands before each choice: its prompt where an echo is asked for.
+
+        Args:
+            each: Choices of a prompt.
+        """
+        prompts = self._order.prompts
+        echoed = map(self._house.text.decode, prompts) if self._order.echo else [""] * len(prompts)
+        return [prompt for prompt in echoed for _ in range(each)]
 
 
 def _answer_id(order: Order) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import trio
 from hypercorn.events import Closed, RawData
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
@@ -59,6 +59,23 @@ class GuardedTCPServer(TCPServer):
                 await self.idle_task.stop()  # nobody is left to wait for
         finally:
             await self._close()
+
+    async def _read_data(self) -> None:
+        """Give the protocol what comes, and its turn when it may go on with what came before."""
+        protocol: Any = self.protocol
+        data = None
+        while data != b"":
+            data = None
+            with trio.CancelScope() as protocol.reading:
+                try:
+                    data = bytes(await self.stream.receive_some(MAX_RECV))
+                except (trio.ClosedResourceError, trio.BrokenResourceError):
+                    break
+            if data is None:
+                await protocol.resume()
+            else:
+                await protocol.handle(RawData(data))
+        await protocol.handle(Closed())
 
     async def protocol_send(self, event: Any) -> None:
         """Send without blocking where the socket has room; else wait, but not for ever."""

@@ -1,14 +1,14 @@
 """From messages and tools to a prompt: what a chat template reads of them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
-import trio
 
-from ..runtime.errors import BusyError, CallerError, ContextOverflow
+from ..runtime.errors import CallerError, ContextOverflow
 from ..runtime.text import ChatPrompt, Text
-from .intake import aside, check_json
+from .intake import JsonBounds
+from .offload import COUNTS, PROMPTS, at_length, is_long
 from .schemas import (
     AssistantMessage,
     Content,
@@ -19,15 +19,6 @@ from .schemas import (
     Tool,
     ToolMessage,
 )
-
-Result = TypeVar("Result")
-
-INLINE_CHARACTERS: Final = 16_384  # longer prompts are tokenized off the event loop
-_INLINE_PARTS: Final = 1_024  # messages, blocks, keys and values that are looked through there
-_AT_A_TIME: Final = 2  # long texts in work; each holds memory that grows with it
-_LONG_WORK: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("long_work")
-_FORM_WORK: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("form_work")
-_MOST_WAITING: Final = 64  # requests whose forms wait to be compiled
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -61,7 +52,11 @@ async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting)
         raise ContextOverflow(setting.most, setting.most, param=setting.where, exact=False)
 
     def encode() -> ChatPrompt:
-        plain = [plain_message(m, f"{setting.where}[{i}]") for i, m in enumerate(messages)]
+        bounds = JsonBounds()
+        plain = [
+            plain_message(message, f"{setting.where}[{at}]", bounds)
+            for at, message in enumerate(messages)
+        ]
         return text.chat(
             plain,
             setting.tools,
@@ -72,62 +67,8 @@ async def encode_chat(text: Text, messages: Sequence[Message], setting: Setting)
             where=setting.where,
         )
 
-    return await at_length(encode, is_long([messages, setting.tools, setting.options]))
-
-
-async def formed(work: Callable[[], Result], shaped: bool) -> Result:
-    """Do work on the form of an answer: at once where there is none, else a few at a time.
-
-    Apart from all other work, which a schema that takes long would keep waiting.
-
-    Raises:
-        BusyError: When too many wait already.
-    """
-    if not shaped:
-        return work()
-    limiter = _few(_FORM_WORK)
-    if limiter.statistics().tasks_waiting >= _MOST_WAITING:
-        raise BusyError("too many schemas and grammars are being compiled; try again", 2)
-    return await aside(work, limiter)
-
-
-async def at_length(work: Callable[[], Result], long: bool) -> Result:
-    """Do work on text: at once, or in a thread where it is long, a few such at a time."""
-    if not long:
-        return work()
-    return await aside(work, _few(_LONG_WORK))
-
-
-def _few(kind: trio.lowlevel.RunVar[trio.CapacityLimiter]) -> trio.CapacityLimiter:
-    """Return what lets a few of one kind of work run at a time."""
-    try:
-        return kind.get()
-    except LookupError:
-        limiter = trio.CapacityLimiter(_AT_A_TIME)
-        kind.set(limiter)
-        return limiter
-
-
-def is_long(value: Any) -> bool:
-    """Say whether work on a value's texts takes long, without looking through all of a long one."""
-    left, parts = INLINE_CHARACTERS, _INLINE_PARTS
-    todo: list[Any] = [value]
-    while todo:
-        item = todo.pop()
-        parts -= 1
-        if isinstance(item, str):
-            left -= len(item)
-        elif isinstance(item, Mapping):
-            parts -= len(item)
-            todo += [*item, *item.values()] if parts > 0 else []
-        elif isinstance(item, list | tuple):
-            parts -= len(item)
-            todo += item if parts > 0 else []
-        elif isinstance(item, msgspec.Struct):
-            todo += [getattr(item, name) for name in item.__struct_fields__]
-        if left < 0 or parts < 0:
-            return True
-    return False
+    long = is_long([messages, setting.tools, setting.options])
+    return await at_length(encode, long, COUNTS if setting.most is None else PROMPTS)
 
 
 def described(tool: Tool) -> dict[str, Any]:
@@ -141,11 +82,14 @@ def described(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {k: v for k, v in said.items() if v is not None}}
 
 
-def plain_message(message: Message, where: str) -> dict[str, Any]:
+def plain_message(message: Message, where: str, bounds: JsonBounds) -> dict[str, Any]:
     """Return what a chat template reads of a message; developer is its name for system.
 
+    Args:
+        bounds: What calls' arguments of the whole conversation may hold together.
+
     Raises:
-        CallerError: When a part is neither text nor refusal.
+        CallerError: When a part is neither text nor refusal, or a call's arguments hold too much.
     """
     role = "system" if isinstance(message, DeveloperMessage) else _role(message)
     plain: dict[str, Any] = {"role": role, "content": _flat(message.content, where)}
@@ -162,7 +106,9 @@ def plain_message(message: Message, where: str) -> dict[str, Any]:
                     "function": {
                         "name": call.function.name,
                         "arguments": _arguments(
-                            call.function.arguments, f"{where}.tool_calls[{at}].function.arguments"
+                            call.function.arguments,
+                            f"{where}.tool_calls[{at}].function.arguments",
+                            bounds,
                         ),
                     },
                 }
@@ -199,14 +145,10 @@ def _flat(content: Content | None, where: str) -> str:
     return "".join(pieces)
 
 
-def _arguments(text: str, where: str) -> Any:
-    """Return a call's arguments as templates read them: an object where the text is one.
-
-    Raises:
-        CallerError: When they are nested too deeply.
-    """
+def _arguments(text: str, where: str, bounds: JsonBounds) -> Any:
+    """Return a call's arguments as templates read them: an object where the text is one."""
     raw = text.encode("utf-8", "replace")
-    check_json(raw, where)
+    bounds.check(raw, where)
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:

@@ -51,7 +51,15 @@ def chat_form(body: ChatRequest, dialect: Dialect) -> Form:
         CallerError: When tools and formats contradict each other, or cannot be enforced.
     """
     asked = _format(body) or guided(body)
+    named: dict[str, int] = {}
     for at, tool in enumerate(body.tools or []):
+        if (first := named.setdefault(tool.function.name, at)) != at:
+            where = f"tools[{at}].function.name"
+            raise CallerError(
+                f"{where}: {tool.function.name!r} is the name of tools[{first}] as well; a call "
+                "could mean either",
+                param=where,
+            )
         _check_root(tool, f"tools[{at}].function.parameters")
     tools, must = _callable(body)
     if asked is not None and body.ignore_eos:

@@ -4,28 +4,25 @@ How deep it nests and how many values it holds is told from its bytes, in steps 
 threads run; so decoding, and every walk over what was decoded, is bounded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import trio
 from quart import Request, g, has_app_context
 
 from ..runtime.errors import BusyError, CallerError
 from ..runtime.memory import Trimmer
+from .offload import INLINE_BYTES, aside
 from .patience import read_body
-
-Result = TypeVar("Result")
 
 MOST_NESTING: Final = 100  # levels of objects and arrays, far above what any schema has
 MOST_VALUES: Final = 1_000_000  # commas; a long prompt of token ids has some hundred thousand
 MOST_CONTAINERS: Final = 100_000  # objects and arrays, which cost most to build
 MOST_KEYS: Final = 200_000  # of all objects; one of a million would hold the interpreter 0.8 s
-INLINE_BYTES: Final = 65_536  # a shorter text is measured where it is, in under a millisecond
 _STEP: Final = 1 << 18  # bytes between two chances for other threads
 _STRUCTURE: Final = b'"[]{},:'
 _OTHERS: Final = bytes(set(range(256)) - set(_STRUCTURE))
-_LARGE: Final = 1 << 20  # a body of more bytes needs room among those in work
 _MOST_ARRIVING: Final = 4  # times the largest body that all on their way may have
 _ROOM_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 5
@@ -83,9 +80,9 @@ class Intake:
         """
         body = await self._arrived(request)
         if len(body) <= INLINE_BYTES:
-            check_json(body)
+            JsonBounds().check(body)
         else:
-            await aside(lambda: check_json(body))
+            await aside(lambda: JsonBounds().check(body))
         return body
 
     async def _arrived(self, request: Request) -> bytes:
@@ -112,7 +109,7 @@ class Intake:
             heaviest.scope.cancel(reason="too many bytes of bodies on their way")
 
     async def _take_room(self, size: int) -> None:
-        if size <= _LARGE:
+        if size <= INLINE_BYTES:
             return
         with trio.move_on_after(_ROOM_SECONDS) as waited:
             while self._free < size:
@@ -135,63 +132,50 @@ def prepared() -> None:
         give_back()
 
 
-async def aside(work: Callable[[], Result], limiter: trio.CapacityLimiter | None = None) -> Result:
-    """Do work in a thread.
+class JsonBounds:
+    """What all JSON texts of one request may hold together, each told before it is decoded."""
 
-    A caller's error comes out of it as a result and is raised anew: one that crosses threads is
-    held in a cycle by its traceback, and so would the long texts of every frame in it be, until
-    the collector looks at the oldest objects.
-    """
-    found = await trio.to_thread.run_sync(_settled, work, limiter=limiter)
-    try:
-        if isinstance(found, CallerError):
-            raise found
-        return found
-    finally:
-        del found  # or the new traceback would hold it in the same way
+    def __init__(self) -> None:
+        self._values = self._containers = self._keys = 0
 
+    def check(self, raw: bytes, where: str = "") -> None:
+        """Bound one more text.
 
-def _settled(work: Callable[[], Result]) -> Result | CallerError:
-    try:
-        return work()
-    except CallerError as error:
-        error.__context__ = None  # has a traceback, too
-        return error.with_traceback(None)
+        Args:
+            where: The field that holds the text, when it is a part of a body.
 
-
-def check_json(raw: bytes, where: str = "") -> None:
-    """Bound a JSON text before it is decoded.
-
-    Args:
-        where: The field that holds the text, when it is a part of a body.
-
-    Raises:
-        CallerError: When it nests deeper than MOST_NESTING or holds too many values.
-    """
-    if len(raw) <= MOST_NESTING:
-        return
-    name, param = (where, where) if where else ("the body", None)
-    depth = values = containers = keys = 0
-    for structure in _outside_strings(raw):
-        values += structure.count(b",")
-        opened = structure.count(b"[") + structure.count(b"{")
-        containers += opened
-        keys += structure.count(b":")
-        if values > MOST_VALUES or containers > MOST_CONTAINERS or keys > MOST_KEYS:
-            raise CallerError(
-                f"{name} holds more than {MOST_VALUES} values, {MOST_CONTAINERS} objects and "
-                f"arrays, or {MOST_KEYS} keys",
-                param=param,
-            )
-        if depth + opened <= MOST_NESTING:
-            depth += opened - structure.count(b"]") - structure.count(b"}")
-            continue
-        for byte in structure:
-            depth += _LEVELS.get(byte, 0)
-            if depth > MOST_NESTING:
+        Raises:
+            CallerError: When it nests deeper than MOST_NESTING, or holds too many values with
+                the texts before it.
+        """
+        name, param = (where, where) if where else ("the body", None)
+        depth = 0
+        for structure in _outside_strings(raw):
+            self._values += structure.count(b",")
+            opened = structure.count(b"[") + structure.count(b"{")
+            self._containers += opened
+            self._keys += structure.count(b":")
+            if (
+                self._values > MOST_VALUES
+                or self._containers > MOST_CONTAINERS
+                or self._keys > MOST_KEYS
+            ):
+                others = f"{where}, with such texts before it," if where else "the body"
                 raise CallerError(
-                    f"{name} is nested too deeply: more than {MOST_NESTING} levels", param=param
+                    f"{others} holds more than {MOST_VALUES} values, {MOST_CONTAINERS} objects "
+                    f"and arrays, or {MOST_KEYS} keys",
+                    param=param,
                 )
+            if depth + opened <= MOST_NESTING:
+                depth += opened - structure.count(b"]") - structure.count(b"}")
+                continue
+            for byte in structure:
+                depth += _LEVELS.get(byte, 0)
+                if depth > MOST_NESTING:
+                    raise CallerError(
+                        f"{name} is nested too deeply: more than {MOST_NESTING} levels",
+                        param=param,
+                    )
 
 
 def _outside_strings(raw: bytes) -> Iterator[bytes]:

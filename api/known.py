@@ -85,7 +85,7 @@ _SERVED: Final = (
     _served("reasoning_effort", "a variable of the chat template", "chat"),
     _served("prompt", "the prompt", "text tokenize", prompt=True),
     _served("echo best_of", "as with OpenAI", "text"),
-    _served("add_special_tokens", "false: without what opens a prompt", "tokenize"),
+    _served("add_special_tokens", "false: without what opens a prompt", "text tokenize"),
     _served(
         "input instructions previous_response_id", "the conversation", "responses", prompt=True
     ),
@@ -217,6 +217,14 @@ _OTHER_SERVERS: Final = (
              "thinking_forced_open=false character mode safe_prompt=false add_bos_token=true "
              "tool_prompt guideline", "the model's own chat template is used; chat_template_kwargs "
              "sets its variables, and /v1/messages goes on with a last message", prompt=True),
+    _refused("add_special_tokens=false", "the chat template writes what opens a prompt", _TALK,
+             prompt=True),
+    _refused("prompt_embeds", "send text or token ids", prompt=True),
+    _refused("n_cmpl=1", "use n; Responses and Messages are one choice"),
+    _refused("n_indent=0", "say it in the prompt"),
+    _refused("reasoning_effort reasoning thinking tool_choice=\"auto\" system instructions input",
+             "count what would be answered with /v1/messages/count_tokens or "
+             "/v1/responses/input_tokens", "tokenize"),
     _refused("truncate_prompt_tokens prompt_truncate_len truncation_length truncate=false "
              "context_length_exceeded_behavior=\"error\" n_keep=0 n_discard=0 context_shift=false",
              "shorten the prompt; nothing is cut here", prompt=True),

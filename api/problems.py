@@ -13,9 +13,8 @@ from ..actors.request import Broken
 from ..runtime.errors import BusyError, CallerError, OwnerDied, UnknownThing
 from ..runtime.log import logger
 from .anthropic.errors import error_reply
-from .conversation import at_length
 from .fields import Refused, check_fields
-from .intake import INLINE_BYTES
+from .offload import INLINE_BYTES, PROMPTS, Queue, at_length
 from .replies import ErrorBody, ErrorReply
 
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -71,9 +70,9 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise CallerError("the body is nested too deeply") from None
 
 
-async def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+async def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, queue: Queue = PROMPTS) -> Any:
     """Decode a request body, a long one off the event loop; see `decode`."""
-    return await at_length(lambda: decode(decoder, body), len(body) > INLINE_BYTES)
+    return await at_length(lambda: decode(decoder, body), len(body) > INLINE_BYTES, queue)
 
 
 def _known(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
@@ -90,9 +89,17 @@ def _known(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 def reply(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON answer."""
-    return Response(
-        _ENCODER.encode(body), status=status, headers=headers, content_type="application/json"
-    )
+    return encoded_reply(status, encoded(body), headers)
+
+
+def encoded(body: Any) -> bytes:
+    """Return a body's JSON."""
+    return _ENCODER.encode(body)
+
+
+def encoded_reply(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+    """Return an answer whose JSON is made."""
+    return Response(body, status=status, headers=headers, content_type="application/json")
 
 
 def problem(

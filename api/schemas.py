@@ -297,6 +297,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
+    add_special_tokens: bool | None = None  # extension, as with vLLM
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -13,6 +13,8 @@ from ..runtime.context import TokenLogprob
 from .problems import broken_body
 from .replies import ErrorReply
 from .translate import Order
+
+_INLINE_ENTRIES: Final = 1_024  # tokens and alternatives that are written on the event loop
 
 
 class Collected(msgspec.Struct):
@@ -51,8 +53,8 @@ class Collected(msgspec.Struct):
 class Shape(ABC):
     """One request's answer in its route's own words, streamed or whole.
 
-    `named` events carry their type as the event's name; `mark` stands behind a good end, and
-    `alive` is what an idle stream says.
+    Long parts of it are written in a thread, one after the other. `named` events carry their type
+    as the event's name; `mark` stands behind a good end, and `alive` is what an idle stream says.
     """
 
     named: ClassVar[bool] = False
@@ -62,6 +64,19 @@ class Shape(ABC):
     def __init__(self, house: House, order: Order) -> None:
         self._house = house
         self._order = order
+
+    def is_long(self, tokens: int) -> bool:
+        """Say whether writing about so many tokens, with their alternatives, takes long."""
+        return tokens * (1 + (self._order.alternatives or 0)) > _INLINE_ENTRIES
+
+    def ends_long(self, tokens: int) -> bool:
+        """Say whether the end, or the whole, of an answer of so many tokens takes long."""
+        return self.is_long(tokens)
+
+    @property
+    def opens_long(self) -> bool:
+        """Whether a stream begins with much, such as an echo of its prompts."""
+        return self._order.echo and self.is_long(sum(map(len, self._order.prompts)))
 
     @abstractmethod
     def whole(self, choices: list[Collected], finished: Finished) -> msgspec.Struct:

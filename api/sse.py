@@ -4,7 +4,7 @@ No async generator is on this path: `__aexit__` is the one place that tells the 
 client has gone, whatever the reason.
 """
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Final, assert_never
 
@@ -15,6 +15,8 @@ from quart.wrappers.response import ResponseBody
 
 from ..actors.request import Alive, Broken, Event, Finished, RequestActor
 from ..actors.speech import Ended, Piece
+from ..runtime.log import logger
+from .offload import ANSWERS, at_length
 from .shape import Shape
 
 _MOST: Final = 64  # events joined into one write, so that one stream cannot hog the loop
@@ -28,7 +30,7 @@ class EventBody(ResponseBody):
     def __init__(self, actor: RequestActor, shape: Shape) -> None:
         self._actor = actor
         self._shape = shape
-        self._opening: Iterable[msgspec.Struct] | None = shape.opening()
+        self._begun = False
         self._over = False
         self._rest = b""  # of an event that is larger than a write
         self._given = 0  # bytes of that
@@ -61,11 +63,15 @@ class EventBody(ResponseBody):
     async def _next_bytes(self) -> bytes:
         if self._over:
             raise StopAsyncIteration
-        if self._opening is not None:
-            first, self._opening = self._opening, None
-            if opening := self._encoded(first):
-                return opening
-        return await self._next_write()
+        parts: list[bytes] = []
+        try:
+            await self._write(parts)
+        except Exception as error:
+            logger().error("stream.crashed", error=repr(error), exc_info=error)
+            self._over = True
+            self._actor.hang_up("internal_error")
+            parts.append(self._failed())
+        return b"".join(parts)
 
     async def convert_to_sequence(self) -> bytes:
         """Return the whole stream at once."""
@@ -75,45 +81,63 @@ class EventBody(ResponseBody):
         """Ranges make no sense for a stream."""
         raise NotImplementedError
 
-    async def _next_write(self) -> bytes:
-        """Return what is ready, at least one byte: an empty write would mean the end."""
+    async def _write(self, parts: list[bytes]) -> None:
+        """Add what is ready, at least one byte: an empty write would mean the end."""
+        if not self._begun:
+            self._begun = True
+            parts.append(await self._encoded(self._shape.opening, self._shape.opens_long))
         events = self._actor.events
-        parts: list[bytes] = []
         while not any(parts):
             try:
-                parts.append(self._format(await events.receive()))
+                parts.append(await self._formatted(await events.receive()))
                 while len(parts) < _MOST and sum(map(len, parts)) < _MOST_BYTES:
-                    parts.append(self._format(events.receive_nowait()))
+                    parts.append(await self._formatted(events.receive_nowait()))
             except trio.WouldBlock:
                 pass
             except trio.EndOfChannel:
                 self._over = True
-                parts.append(self._last())
-        return b"".join(parts)
+                parts.append(await self._last())
 
-    def _format(self, event: Event) -> bytes:
+    async def _formatted(self, event: Event) -> bytes:
         match event:
             case Piece():
-                return self._encoded(self._shape.piece(event))
+                entries = len(event.logprobs) + len(event.prompt_logprobs)
+                return await self._encoded(
+                    lambda: self._shape.piece(event), self._shape.is_long(entries)
+                )
             case Ended():
-                return self._encoded(self._shape.ended(event))
+                return await self._encoded(lambda: self._shape.ended(event))
             case Alive():
                 return self._shape.alive
             case _:
                 assert_never(event)
 
-    def _last(self) -> bytes:
+    async def _last(self) -> bytes:
         """Return the one terminal event: the done mark, or an error and nothing after it."""
         match self._actor.outcome:
             case Finished() as finished:
-                return self._encoded(self._shape.closing(finished)) + self._shape.mark
+                long = self._shape.ends_long(finished.receipt.completion_tokens)
+                closing = await self._encoded(lambda: self._shape.closing(finished), long)
+                return closing + self._shape.mark
             case Broken() as broken:
-                return self._encoded(self._shape.failing(broken))
+                return await self._encoded(lambda: self._shape.failing(broken))
             case None:
                 raise AssertionError("an actor settles before it closes its channel")
 
-    def _encoded(self, events: Iterable[msgspec.Struct]) -> bytes:
-        return event_bytes(events, named=self._shape.named)
+    def _failed(self) -> bytes:
+        """Return the terminal event of a stream whose own events could not be written."""
+        broken = Broken("internal_error", "the answer could not be written")
+        try:
+            return event_bytes(self._shape.failing(broken), named=self._shape.named)
+        except Exception:  # it repeats what cannot be written
+            return event_bytes([self._shape.failure(broken)], named=self._shape.named)
+
+    async def _encoded(
+        self, events: Callable[[], Iterable[msgspec.Struct]], long: bool = False
+    ) -> bytes:
+        return await at_length(
+            lambda: event_bytes(events(), named=self._shape.named), long, ANSWERS
+        )
 
 
 def event_bytes(events: Iterable[msgspec.Struct], *, named: bool) -> bytes:

@@ -18,8 +18,9 @@ from ..runtime.parts import Manner
 from ..runtime.settings import ServerArgs
 from ..runtime.sources import Source
 from ..runtime.text import ChatPrompt, Text
-from .conversation import Setting, at_length, encode_chat, formed, is_long
+from .conversation import Setting, encode_chat
 from .forms import GUIDES, Form, chat_form, guided
+from .offload import COUNTS, FORMS, at_length, is_long
 from .schemas import ChatRequest, CompletionRequest, SamplingFields
 
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions
@@ -147,7 +148,9 @@ async def chat_prompt(
         CallerError: For what cannot be served as it was asked.
     """
     shaped = body.tools or body.response_format or any(getattr(body, name) for name in GUIDES)
-    form = await formed(lambda: chat_form(body, text.dialect), bool(shaped))
+    form = await at_length(
+        lambda: chat_form(body, text.dialect), bool(shaped), COUNTS if most is None else FORMS
+    )
     options = _template_options(body, text.dialect)
     setting = Setting(form.tools, options, form.lead, go_on, where, most)
     return form, await encode_chat(text, body.messages, setting)
@@ -172,10 +175,10 @@ async def completion_order(
     if best_of is not None and body.stream:
         raise CallerError("the best of several cannot be streamed", param="best_of")
     shaped = any(getattr(body, name) for name in GUIDES)
-    source = await formed(lambda: guided(body), shaped)
+    source = await at_length(lambda: guided(body), shaped, FORMS)
     if source is not None and body.ignore_eos:
         raise CallerError(f"{source.param} cannot be kept with ignore_eos", param="ignore_eos")
-    prompts = await _encode_prompts(text, _prompt_items(body), served)
+    prompts = await _encode_prompts(text, body, served)
     asked = LEGACY_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
     if asked == 0 and not echo:
@@ -347,7 +350,7 @@ async def _compiled(
     """Compile a grammar off the event loop, and see that it lets a first token through."""
     if source is None:
         return None
-    return await formed(lambda: text.grammars.compile(source, thinking), True)
+    return await FORMS.do(lambda: text.grammars.compile(source, thinking))
 
 
 def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -376,17 +379,22 @@ def _check_rows(rows: int) -> None:
 
 
 async def _encode_prompts(
-    text: Text, items: list[str] | list[list[int]], served: Served
+    text: Text, body: CompletionRequest, served: Served
 ) -> list[tuple[int, ...]]:
+    items, special = _prompt_items(body), body.add_special_tokens is not False
+
     def work() -> list[tuple[int, ...]]:
-        return [_encode_prompt(text, item, served) for item in items]
+        return [_encode_prompt(text, item, special, served) for item in items]
 
     return await at_length(work, is_long(items))
 
 
-def _encode_prompt(text: Text, item: str | list[int], served: Served) -> tuple[int, ...]:
+def _encode_prompt(
+    text: Text, item: str | list[int], special: bool, served: Served
+) -> tuple[int, ...]:
     if isinstance(item, str):
-        return tuple(text.encode(item, most=served.context)) or (text.document_start,)
+        tokens = text.encode(item, add_special=special, most=served.context)
+        return tuple(tokens) or (text.document_start,)
     if not item:
         raise CallerError("prompt: a list of token ids is empty", param="prompt")
     if len(item) >= served.context:

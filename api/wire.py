@@ -4,13 +4,15 @@ Hypercorn answers such bytes itself, before there is a request, with an empty bo
 over to HTTP/2 and to WebSockets when a client asks, which nothing here needs.
 """
 
+from collections.abc import Awaitable
 from typing import Any, Final
 from urllib.parse import unquote, urlparse
 
 import h11
 import msgspec
-from hypercorn.events import Closed
-from hypercorn.protocol.events import EndBody, Request, Response
+import trio
+from hypercorn.events import Closed, RawData, Updated
+from hypercorn.protocol.events import Body, EndBody, Request, Response
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 
@@ -22,6 +24,9 @@ _VERSIONS: Final = (b"1.0", b"1.1")
 _BARE: Final = [(b"content-length", b"0"), (b"connection", b"close")]
 
 
+_MOST_AHEAD: Final = 1 << 16  # bytes read of a client's next requests while one is answered
+
+
 class _UnservedError(Exception):
     """A request that no app can be asked."""
 
@@ -30,14 +35,28 @@ class _UnservedError(Exception):
 
 
 class Http1Protocol(H11Protocol):
-    """HTTP/1.1 and nothing else; an `Upgrade` that a client offers is passed over, as it may be."""
+    """HTTP/1.1 and nothing else; an `Upgrade` that a client offers is passed over, as it may be.
 
+    `reading` is the scope of the connection's wait for bytes. It is cancelled when an answer is
+    over and a request that came meanwhile can be taken; see `resume`.
+    """
+
+    reading: trio.CancelScope | None = None
     _refused = False
+    _gone = False  # nothing more will come, though what came may be left unread
 
     async def handle(self, event: Any) -> None:
         """Take bytes, or the end of the connection."""
+        self._gone = self._gone or not isinstance(event, RawData) or not event.data
+        await self._or_refuse(super().handle(event))
+
+    async def resume(self) -> None:
+        """Take what came while the request before it was answered."""
+        await self._or_refuse(self._handle_events())
+
+    async def _or_refuse(self, taking: Awaitable[None]) -> None:
         try:
-            await super().handle(event)
+            await taking
         except _UnservedError as error:
             await self._send_error_response(error.status)
             await self.send(Closed())
@@ -51,6 +70,54 @@ class Http1Protocol(H11Protocol):
             await self.send(Closed())
         else:
             await super().stream_send(event)
+
+    async def _handle_events(self) -> None:
+        """Take what the bytes say so far.
+
+        Hypercorn's own waits here when a client sends more while it is answered, and so would
+        not see it go; bytes of a next request wait in the buffer instead, as long as they are few.
+        """
+        while True:
+            if self.connection.they_are_waiting_for_100_continue:
+                headers = self.config.response_headers("h11")
+                await self._send_h11_event(
+                    h11.InformationalResponse(status_code=100, headers=headers)
+                )
+            try:
+                event = self.connection.next_event()
+            except h11.RemoteProtocolError as error:
+                if self.connection.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                    await self._send_error_response(error.error_status_hint)
+                await self.send(Closed())
+                return
+            if event is h11.PAUSED and len(self.connection.trailing_data[0]) > _MOST_AHEAD:
+                await self.can_read.clear()
+                await self.can_read.wait()
+            elif event in (h11.PAUSED, h11.NEED_DATA) or isinstance(event, h11.ConnectionClosed):
+                return
+            else:
+                await self._take(event)
+
+    async def _take(self, event: Any) -> None:
+        if isinstance(event, h11.Request):
+            await self.send(Updated(idle=False))
+            await self._check_protocol(event)
+            await self._create_stream(event)
+        elif self.stream is None:
+            pass  # of a request that was answered before it was here
+        elif isinstance(event, h11.Data):
+            await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
+        elif isinstance(event, h11.EndOfMessage):
+            await self.stream.handle(EndBody(stream_id=STREAM_ID))
+
+    async def _maybe_recycle(self) -> None:
+        if self._gone:
+            await self._close_stream()
+            await self.send(Closed())
+            return
+        await super()._maybe_recycle()
+        if self.connection.trailing_data[0] and self.reading is not None:
+            self.reading.cancel(reason="a next request came already")
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version not in _VERSIONS:

@@ -14,9 +14,10 @@ from .dialect import Dialect
 
 Calling = Literal["never", "maybe", "always"]
 
+# Bounded in all its parts, since it is tried again at each token until there is one.
 _HEAD: Final = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-    r"(?=\{)"
+    r'\s{0,64}\{\s{0,64}"name"\s{0,64}:\s{0,64}(?P<name>"(?:[^"\\]|\\.){0,256}")\s{0,64},'
+    r'\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 _INSIDE: Final = re.compile(r'["{}\[\]]')
 _STRING_END: Final = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -171,11 +172,12 @@ class Splitter:
         """Read a call's JSON as it comes; what is none waits for its end."""
         forced = self._manner.calling == "always"
         in_json = forced or self._dialect.json_calls
-        if in_json and not call.begun and (head := _HEAD.match(self._held)):
-            self._take(head.end())
+        if in_json and not call.begun and (head := _head(self._held)) is not None:
+            name, end = head
+            self._take(end)
             self._begun += 1
             call.begun, self._skip = True, False
-            yield Call(call.index, _call_id(), json.loads(head["name"]), "")
+            yield Call(call.index, _call_id(), name, "")
         if call.begun and not call.done:
             piece = self._take(call.end_of_value(self._held))
             if piece:
@@ -263,22 +265,46 @@ def _possible_start(text: str, mark: str) -> int:
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
+def _head(text: str) -> tuple[str, int] | None:
+    """Return the name that a call in JSON begins with and where its arguments begin.
+
+    One whose name is no JSON, or no text that can be sent, is not begun: it stays text.
+    """
+    head = _HEAD.match(text)
+    if head is None:
+        return None
+    try:
+        name = json.loads(head["name"])
+        name.encode()
+    except ValueError:
+        return None
+    return name, head.end()
+
+
 def _parse(text: str, manner: Manner) -> list[tuple[str, str]]:
     """Return the calls that a text holds, as names and JSON; none when it cannot be read."""
     read = manner.dialect.parse or (lambda text, tools: json.loads(text))
     try:
         found = read(text, list(manner.tools))
+        return [_named(call) for call in (found if isinstance(found, list) else [found])]
     except Exception:  # each family's parser fails in its own way on what a model makes up
         return []
-    calls = found if isinstance(found, list) else [found]
-    out = []
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return []
-        arguments = call.get("arguments", call.get("parameters", {}))
-        whole = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        out.append((call["name"], whole))
-    return out
+
+
+def _named(call: Any) -> tuple[str, str]:
+    """Return a call's name and its arguments' JSON.
+
+    Raises:
+        TypeError: When it is no call.
+        ValueError: For a number that JSON has not, or text that is no Unicode.
+    """
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+        raise TypeError("no call")
+    given = call.get("arguments", call.get("parameters"))
+    given = {} if given is None else given
+    arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+    (name + arguments).encode()
+    return name, arguments
 
 
 def _call_id() -> str:

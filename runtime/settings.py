@@ -6,9 +6,9 @@ only what nobody set. Each value remembers where it came from, so an error can s
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,8 @@ from msgspec import Meta
 from . import modes
 from .errors import SettingsError
 from .modes import DEFAULT_PRESET, PRESETS, CohortPolicy, Mode, Preset
+
+Parsed = TypeVar("Parsed")
 
 ENV_PREFIX: Final = "PACELINE_"
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -308,17 +310,32 @@ def _build(values: dict[str, Any], sources: Mapping[str, str]) -> ServerArgs:
         raise SettingsError(f"{error}" + (f" ({', '.join(where)})" if where else "")) from None
 
 
-def _file_layer(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed | None:
+    """Return what a settings file says, None when there is no such file.
+
+    Args:
+        parse: Reads TOML; raises a ValueError for what is none.
+
+    Raises:
+        SettingsError: When it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from None
-    try:
-        return [(f"file {path}", tomllib.loads(text))]
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"the settings file {path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"the settings file {path} is not valid TOML: {error}") from None
+
+
+def _file_layer(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = read_file(path, tomllib.loads)
+    return [] if found is None else [(f"file {path}", found)]
 
 
 def _env_layer(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:

@@ -154,6 +154,7 @@ FIELDS: Final = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
     "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function.name": "tools[].name",
 }
 # Claude Code's own note to its service, another one in each request; no word to the model.
 _NOTE: Final = "x-anthropic-billing-header:"

@@ -12,9 +12,9 @@ from ...actors.speech import Ended, Piece
 from ...runtime.errors import CallerError, ContextOverflow
 from ...runtime.parts import Call
 from ..answers import answer, paceline_of, usage_of
-from ..conversation import at_length
-from ..intake import INLINE_BYTES, check_json
+from ..intake import JsonBounds
 from ..models import check_model
+from ..offload import COUNTS, INLINE_BYTES, at_length
 from ..problems import broken_status, decoded, new_request_id, renamed, reply, shortened
 from ..shape import Collected, Shape
 from ..translate import chat_order, chat_prompt
@@ -43,6 +43,7 @@ from .replies import (
 )
 
 _DECODER: Final = msgspec.json.Decoder(MessagesRequest)
+_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 _COUNT_DECODER: Final = msgspec.json.Decoder(CountRequest)
 _PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -75,9 +76,11 @@ async def create_message(house: House, raw: bytes, priority: str | None) -> Resp
 
 async def count_tokens(house: House, raw: bytes) -> Response:
     """Return the tokens of a prompt that is not run."""
-    body: CountRequest = await decoded(_COUNT_DECODER, raw)
+    body: CountRequest = await decoded(_COUNT_DECODER, raw, COUNTS)
+    long = len(raw) > INLINE_BYTES
+    del raw
     check_model(house, body.model)
-    chat, go_on = await at_length(lambda: understood(body), len(raw) > INLINE_BYTES)
+    chat, go_on = await at_length(lambda: understood(body), long, COUNTS)
     try:
         _, prompt = await chat_prompt(chat, house.text, go_on=go_on)
     except CallerError as error:
@@ -105,7 +108,10 @@ class MessageShape(Shape):
             blocks.append(ThinkingOut(choice.thought))
         if choice.text or not choice.calls:
             blocks.append(TextOut(choice.text))
-        blocks += [ToolUseOut(id, name, _input(given)) for id, name, given in choice.calls]
+        blocks += [
+            ToolUseOut(id, name, _input(given, cut=choice.finish == "length"))
+            for id, name, given in choice.calls
+        ]
         reply = self._message(blocks, self._usage(finished))
         reply.stop_reason, reply.stop_sequence = self._reason(), choice.stop
         reply.paceline = paceline_of(self._house, self._order, finished)
@@ -198,11 +204,15 @@ class MessageShape(Shape):
         return [*signed, BlockStop(self._index)]
 
 
-def _input(arguments: str) -> Any:
-    """Return a call's input as an object; of a call cut off or nested too deeply it is none."""
+def _input(arguments: str, *, cut: bool) -> dict[str, Any]:
+    """Return a call's input as an object.
+
+    What the model wrote and is none stays readable, under the key that Anthropic's guide to
+    streamed tool input names for it; a call that its budget cut is no call yet, and has none.
+    """
     raw = arguments.encode("utf-8", "replace")
     try:
-        check_json(raw)
-        return msgspec.json.decode(raw)
+        JsonBounds().check(raw)
+        return _OBJECT.decode(raw)
     except (CallerError, msgspec.DecodeError):
-        return {}
+        return {} if cut else {"INVALID_JSON": arguments}

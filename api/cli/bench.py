@@ -9,6 +9,7 @@ import statistics
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _DEFAULT_TARGETS: Final = "serial,ar_batch"
+_SOME: Final = click.IntRange(min=1)
 
 
 class Cell(msgspec.Struct):
@@ -40,21 +42,51 @@ class Cell(msgspec.Struct):
     errors: int
 
 
+def _widths(context: click.Context, option: click.Parameter, given: str) -> list[int]:
+    try:
+        widths = [int(number) for number in given.split(",")]
+    except ValueError:
+        widths = []
+    if not widths or min(widths) < 1:
+        raise click.BadParameter(f"{given!r} is no list of whole numbers from 1, such as 1,3,8")
+    return widths
+
+
+def _named(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    pairs = []
+    for one in given:
+        name, _, url = one.partition("=")
+        if not name or urlsplit(url).scheme != "http":
+            raise click.BadParameter(f"{one!r} is not NAME=http://HOST:PORT/v1")
+        pairs.append((name, url))
+    return pairs
+
+
 @click.command("bench")
 @click.option(
     "--targets", default=_DEFAULT_TARGETS, help=f"of {', '.join(KINDS)} [{_DEFAULT_TARGETS}]"
 )
-@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="a server that runs already")
-@click.option("--concurrency", default="1,3,8", help="concurrent requests [1,3,8]")
-@click.option("--tokens", default=128, help="tokens a request [128]")
-@click.option("--rounds", default=3, help="times each cell is run [3]")
+@click.option(
+    *("--url", "urls"),
+    multiple=True,
+    metavar="NAME=URL",
+    callback=_named,
+    help="a server that runs already",
+)
+@click.option(
+    "--concurrency", default="1,3,8", callback=_widths, help="concurrent requests [1,3,8]"
+)
+@click.option("--tokens", default=128, type=_SOME, help="tokens a request [128]")
+@click.option("--rounds", default=3, type=_SOME, help="times each cell is run [3]")
 @click.option("--temperature", default=0.0, help="sampling temperature [0]")
 @click.option("--model", default="starter", help="model of the servers that are started")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="write the result here")
 def command(
     targets: str,
-    urls: tuple[str, ...],
-    concurrency: str,
+    urls: list[tuple[str, str]],
+    concurrency: list[int],
     tokens: int,
     rounds: int,
     temperature: float,
@@ -69,13 +101,12 @@ def command(
     from rich.console import Console
 
     console = Console(stderr=True)
-    widths = [int(n) for n in concurrency.split(",")]
     with ExitStack() as servers:
-        running = [external(*url.split("=", 1)) for url in urls]
+        running = [external(name, url) for name, url in urls]
         for kind in filter(None, targets.split(",")) if not urls else ():
             console.print(f"starting {kind}")
             running.append(servers.enter_context(spawn(kind, model)))
-        cells = _measure(running, widths, rounds, tokens, temperature, console)
+        cells = _measure(running, concurrency, rounds, tokens, temperature, console)
     _print(cells)
     if json_path is not None:
         result = {"machine": _machine(), "tokens": tokens, "cells": msgspec.to_builtins(cells)}

@@ -1,5 +1,6 @@
 """The servers a bench compares: paceline's modes, and mlx_lm.server on the same weights."""
 
+import http.client
 import json
 import re
 import shutil
@@ -44,10 +45,17 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def external(name: str, url: str) -> Target:
-    """Return a server that somebody else runs."""
+    """Return a server that somebody else runs.
+
+    Raises:
+        ClickException: When no OpenAI-compatible server answers there.
+    """
     url = url.rstrip("/")
-    with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
-        model = json.load(answer)["data"][0]["id"]
+    try:
+        with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
+            model = json.load(answer)["data"][0]["id"]
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        raise click.ClickException(f"{name}: {url}/models lists no model ({error})") from None
     return Target(name, url, model)
 
 

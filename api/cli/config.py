@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from ...runtime.errors import SettingsError
-from ...runtime.settings import DEFAULTS, config_path, help_text, parse, resolve
+from ...runtime.settings import DEFAULTS, config_path, help_text, parse, read_file, resolve
 
 if TYPE_CHECKING:
     import tomlkit
@@ -96,8 +96,8 @@ def _shown(name: str, value: Any) -> Any:
 def _read() -> tomlkit.TOMLDocument:
     import tomlkit
 
-    file = config_path()
-    return tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
+    found = read_file(config_path(), tomlkit.parse)
+    return tomlkit.document() if found is None else found
 
 
 def _write(document: tomlkit.TOMLDocument) -> None:

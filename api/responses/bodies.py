@@ -135,6 +135,7 @@ FIELDS: Final = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tools[].function.parameters": "tools[].parameters",
+    "tools[].function.name": "tools[].name",
 }
 # Tools of the server's own: the model is not told of them, since nothing here can run them.
 _UNTOLD: Final = ("web_search",)
@@ -147,12 +148,14 @@ class Asked(Struct, frozen=True):
         chat: The chat request it means.
         conversation: Its messages without the instructions, which are of this response only.
         spaces: Of functions that stand in a namespace, which.
+        places: Of each of the chat request's tools, where it stands in the body.
         kept: The input's items, to keep.
     """
 
     chat: ChatRequest
     conversation: tuple[Message, ...]
     spaces: dict[str, str]
+    places: tuple[str, ...]
     kept: tuple[KeptItem, ...]
 
 
@@ -185,7 +188,7 @@ def understood(
         max_tokens=body.max_output_tokens,
         logprobs=LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
         top_logprobs=body.top_logprobs,
-        tools=tools or None,
+        tools=list(tools.values()) or None,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
@@ -193,7 +196,8 @@ def understood(
         chat_template_kwargs=body.chat_template_kwargs,
         **shared,
     )
-    return Asked(chat, (*history, *said), spaces, listed(items, suffix) if suffix else ())
+    kept = listed(items, suffix) if suffix else ()
+    return Asked(chat, (*history, *said), spaces, tuple(tools), kept)
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
@@ -237,20 +241,21 @@ def _format(text: TextSettings | None) -> ResponseFormat | None:
             return None
 
 
-def _tools(given: Sequence[dict[str, Any]]) -> tuple[list[Tool], dict[str, str]]:
-    """Return functions, those in namespaces too, and which namespace each of those is in."""
-    tools: list[Tool] = []
+def _tools(given: Sequence[dict[str, Any]]) -> tuple[dict[str, Tool], dict[str, str]]:
+    """Return functions by their places, those in namespaces too, and which each of those is in."""
+    tools: dict[str, Tool] = {}
     spaces: dict[str, str] = {}
     for at, tool in enumerate(given):
         where, kind = f"tools[{at}]", tool.get("type")
         if kind == "namespace":
             inner = tool.get("tools")
             for place, function in enumerate(inner if isinstance(inner, list) else ()):
-                spec = converted(function, FunctionSpec, f"{where}.tools[{place}]")
+                inside = f"{where}.tools[{place}]"
+                spec = converted(function, FunctionSpec, inside)
                 spaces[spec.name] = str(tool.get("name", ""))
-                tools.append(_tool(spec))
+                tools[inside] = _tool(spec)
         elif kind == "function":
-            tools.append(_tool(converted(tool, FunctionSpec, where)))
+            tools[where] = _tool(converted(tool, FunctionSpec, where))
         elif not str(kind).startswith(_UNTOLD):
             raise CallerError(
                 f"{where}.type: {kind!r} tools are not served; only functions are",

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from ...runtime.errors import CallerError
-from ..intake import check_json
+from ..intake import JsonBounds
 from ..problems import explained
 from ..schemas import (
     AssistantMessage,
@@ -153,6 +153,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
         CallerError: Naming the item that is wrong.
     """
     messages: list[Message] = []
+    bounds = JsonBounds()
     thoughts: list[str] = []
     thought_of: dict[int, list[str]] = {}  # what each message of the assistant has of them
     for at, raw in enumerate(given):
@@ -174,7 +175,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
                     messages.append(AssistantMessage())
                 last = messages[-1]
                 assert isinstance(last, AssistantMessage)
-                check_json(arguments.encode("utf-8", "replace"), f"{where}.arguments")
+                bounds.check(arguments.encode("utf-8", "replace"), f"{where}.arguments")
                 last.tool_calls = last.tool_calls or []
                 last.tool_calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
                 _take(thought_of, messages, thoughts)

@@ -1,5 +1,6 @@
 """The routes under /v1/responses."""
 
+import re
 from collections.abc import Mapping
 from itertools import islice
 from typing import Final
@@ -10,9 +11,8 @@ from quart import Response
 from ...actors.house import House
 from ...runtime.errors import CallerError, ContextOverflow
 from ..answers import answer
-from ..conversation import at_length
-from ..intake import INLINE_BYTES
 from ..models import check_model
+from ..offload import COUNTS, INLINE_BYTES, PROMPTS, Queue, at_length
 from ..problems import decoded, new_request_id, problem, renamed, reply
 from ..sse import event_bytes, event_stream
 from ..translate import chat_order, chat_prompt
@@ -25,6 +25,7 @@ from .telling import retold
 _DECODER: Final = msgspec.json.Decoder(ResponsesRequest)
 _COUNT_DECODER: Final = msgspec.json.Decoder(InputTokensRequest)
 _REPLY: Final = msgspec.json.Decoder(ResponseReply)
+_TOOL: Final = re.compile(r"\btools\[(\d{1,9})\]")
 _TRUE: Final = ("true", "1")
 _MOST_ITEMS: Final = 100
 _USUAL_ITEMS: Final = 20
@@ -57,25 +58,31 @@ async def create_response(
             where="input",
         )
     except CallerError as error:
-        raise renamed(error, FIELDS) from None
+        raise _own(error, asked) from None
     shape = ResponseShape(house, order, body, asked, store)
     return await answer(house, order, "responses", shape)
 
 
 async def count_input(house: House, store: ResponseStore, raw: bytes) -> Response:
     """Return the tokens of an input that is not answered."""
-    body: InputTokensRequest = await decoded(_COUNT_DECODER, raw)
+    body: InputTokensRequest = await decoded(_COUNT_DECODER, raw, COUNTS)
+    size = len(raw)
+    del raw
     check_model(house, body.model)
-    asked = await _asked(store, body, len(raw))
+    asked = await _asked(store, body, size, queue=COUNTS)
     try:
         _, prompt = await chat_prompt(asked.chat, house.text, where="input")
     except CallerError as error:
-        raise renamed(error, FIELDS) from None
+        raise _own(error, asked) from None
     return reply(200, InputTokens(len(prompt.tokens)))
 
 
 async def _asked(
-    store: ResponseStore, body: ResponsesRequest, size: int, suffix: str = ""
+    store: ResponseStore,
+    body: ResponsesRequest,
+    size: int,
+    suffix: str = "",
+    queue: Queue = PROMPTS,
 ) -> Asked:
     """Return what a body of some bytes means; see `understood`."""
     found = store.find(body.input, body.previous_response_id)
@@ -84,10 +91,22 @@ async def _asked(
         items, history = found.decoded()
         return understood(body, items, history, suffix)
 
-    return await at_length(work, size + found.size > INLINE_BYTES)
+    return await at_length(work, size + found.size > INLINE_BYTES, queue)
 
 
-def show_response(store: ResponseStore, response_id: str, query: Mapping[str, str]) -> Response:
+def _own(error: CallerError, asked: Asked) -> CallerError:
+    """Return an error about the chat request as one about the body that means it."""
+    error = renamed(error, FIELDS)
+    if error.param is not None and (own := _TOOL.match(error.param)):
+        error.param = asked.places[int(own[1])] + error.param[own.end() :]
+        places = dict(enumerate(asked.places))  # a caller's own words may look like one
+        error.message = _TOOL.sub(lambda tool: places.get(int(tool[1]), tool[0]), error.message)
+    return error
+
+
+async def show_response(
+    store: ResponseStore, response_id: str, query: Mapping[str, str]
+) -> Response:
     """Return a kept response, or with `stream` the events that told it.
 
     Raises:
@@ -97,8 +116,12 @@ def show_response(store: ResponseStore, response_id: str, query: Mapping[str, st
     if query.get("stream", "").lower() not in _TRUE:
         return Response(kept.reply, content_type="application/json")
     after = _number(query, "starting_after", -1, -1, 2**31)
-    events = islice(retold(_REPLY.decode(kept.reply), kept.cuts), after + 1, None)
-    return event_stream(event_bytes(events, named=True), {})
+
+    def told() -> bytes:
+        events = islice(retold(_REPLY.decode(kept.reply), kept.cuts), after + 1, None)
+        return event_bytes(events, named=True)
+
+    return event_stream(await at_length(told, len(kept.reply) > INLINE_BYTES), {})
 
 
 def delete_response(store: ResponseStore, response_id: str) -> Response:

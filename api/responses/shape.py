@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -33,6 +34,8 @@ from .replies import (
 )
 from .store import Cuts, ResponseStore
 from .telling import Telling
+
+_INLINE_PROMPT: Final = 16_384  # tokens of a conversation that is encoded on the event loop
 
 
 class ResponseShape(Shape):
@@ -75,6 +78,11 @@ class ResponseShape(Shape):
         self._growing: OutItem | None = None
         self._texts: list[str] = []  # what it gained, put together once, at its end
         self._logprobs: list[ChatLogprob] = []
+
+    def ends_long(self, tokens: int) -> bool:
+        """Say whether the end takes long; the conversation is kept then."""
+        kept = self._store is not None and sum(map(len, self._order.prompts)) > _INLINE_PROMPT
+        return kept or super().ends_long(tokens)
 
     def whole(self, choices: list[Collected], finished: Finished) -> ResponseReply:
         """Return the response with all its items."""

@@ -4,6 +4,7 @@ They are kept as the bytes they are sent as, so what they weigh is what is count
 reply with what it repeats of its request, the conversation up to its end, and its input.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
@@ -79,7 +80,10 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Bounded by number and by size; what is gone is named as such."""
+    """Bounded by number and by size; what is gone is named as such.
+
+    Threads that write long answers put them here too.
+    """
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
@@ -88,6 +92,7 @@ class ResponseStore:
         # By the ids that this server made: the response an item is kept with, and the item.
         self._home: dict[str, tuple[str, bytes]] = {}
         self._size = 0
+        self._lock = threading.RLock()  # held for steps that are short
 
     def put(
         self,
@@ -113,13 +118,8 @@ class ResponseStore:
         if kept.size > self._most_bytes:
             reply.store = False
             return
-        self._kept[reply.id] = kept
-        for item in (*kept.items, *kept.output):
-            if item.made:  # one that a caller chose may be another caller's too
-                self._home[item.id] = reply.id, item.raw
-        self._size += kept.size
-        while len(self._kept) > self._most or self._size > self._most_bytes:
-            self._forget(next(iter(self._kept)))
+        with self._lock:
+            self._keep(reply.id, kept)
 
     def find(self, given: str | Sequence[dict[str, Any]], previous: str | None) -> Found:
         """Find what an input refers to; nothing is decoded yet.
@@ -133,48 +133,52 @@ class ResponseStore:
         Raises:
             CallerError: When something is not kept, is referred to twice, or is too much.
         """
-        history = None if previous is None else self._previous(previous).messages
-        if isinstance(given, str):
-            return Found([{"type": "message", "role": "user", "content": given}], history)
-        wanted = {at: item for at, item in enumerate(given) if kind_of(item) == "item_reference"}
-        if len(wanted) > MOST_REFERENCES:
-            raise CallerError(
-                f"input: at most {MOST_REFERENCES} references to kept items; send the items "
-                "themselves, or previous_response_id",
-                param="input",
-            )
-        found: list[dict[str, Any] | bytes] = list(given)
-        chosen: dict[str, bytes] | None = None
-        left, seen = MOST_REFERRED, set[str]()
-        for at, item in wanted.items():
-            where, item_id = f"input[{at}].id", str(item.get("id"))
-            if item_id in seen:  # a short reference must not stand for any number of texts
+        with self._lock:
+            history = None if previous is None else self._previous(previous).messages
+            if isinstance(given, str):
+                return Found([{"type": "message", "role": "user", "content": given}], history)
+            wanted = {
+                at: item for at, item in enumerate(given) if kind_of(item) == "item_reference"
+            }
+            if len(wanted) > MOST_REFERENCES:
                 raise CallerError(
-                    f"{where}: item {item_id[:80]!r} stands in the input already; refer to it once",
-                    param=where,
+                    f"input: at most {MOST_REFERENCES} references to kept items; send the items "
+                    "themselves, or previous_response_id",
+                    param="input",
                 )
-            seen.add(item_id)
-            home, raw = self._home.get(item_id, (None, None))
-            if home is not None:
-                self.get(home)
-            else:
-                chosen = self._chosen(previous) if chosen is None else chosen
-                raw = chosen.get(item_id)
-            if raw is None:
-                raise CallerError(
-                    f"{where}: no item {item_id[:80]!r} is kept here; send the item itself",
-                    param=where,
-                    code="item_not_found",
-                )
-            left -= len(raw)
-            if left < 0:
-                raise CallerError(
-                    f"{where}: the items that are referred to have more than {MOST_REFERRED} "
-                    "bytes; use previous_response_id",
-                    param=where,
-                )
-            found[at] = raw
-        return Found(found, history)
+            found: list[dict[str, Any] | bytes] = list(given)
+            chosen: dict[str, bytes] | None = None
+            left, seen = MOST_REFERRED, set[str]()
+            for at, item in wanted.items():
+                where, item_id = f"input[{at}].id", str(item.get("id"))
+                if item_id in seen:  # a short reference must not stand for any number of texts
+                    raise CallerError(
+                        f"{where}: item {item_id[:80]!r} stands in the input already; refer to "
+                        "it once",
+                        param=where,
+                    )
+                seen.add(item_id)
+                home, raw = self._home.get(item_id, (None, None))
+                if home is not None:
+                    self.get(home)
+                else:
+                    chosen = self._chosen(previous) if chosen is None else chosen
+                    raw = chosen.get(item_id)
+                if raw is None:
+                    raise CallerError(
+                        f"{where}: no item {item_id[:80]!r} is kept here; send the item itself",
+                        param=where,
+                        code="item_not_found",
+                    )
+                left -= len(raw)
+                if left < 0:
+                    raise CallerError(
+                        f"{where}: the items that are referred to have more than {MOST_REFERRED} "
+                        "bytes; use previous_response_id",
+                        param=where,
+                    )
+                found[at] = raw
+            return Found(found, history)
 
     def get(self, response_id: str) -> Kept:
         """Return a response.
@@ -182,15 +186,16 @@ class ResponseStore:
         Raises:
             UnknownThing: When it is not kept.
         """
-        if response_id not in self._kept:
-            raise UnknownThing(
-                f"no response {response_id[:80]!r} is kept here; it was sent with store: false, "
-                "was too large, was dropped for newer ones, or the server was restarted",
-                param="response_id",
-                code="response_not_found",
-            )
-        self._kept.move_to_end(response_id)
-        return self._kept[response_id]
+        with self._lock:
+            if response_id not in self._kept:
+                raise UnknownThing(
+                    f"no response {response_id[:80]!r} is kept here; it was sent with store: "
+                    "false, was too large, was dropped for newer ones, or the server was restarted",
+                    param="response_id",
+                    code="response_not_found",
+                )
+            self._kept.move_to_end(response_id)
+            return self._kept[response_id]
 
     def drop(self, response_id: str) -> None:
         """Forget a response.
@@ -198,8 +203,18 @@ class ResponseStore:
         Raises:
             UnknownThing: When it is not kept.
         """
-        self.get(response_id)
-        self._forget(response_id)
+        with self._lock:
+            self.get(response_id)
+            self._forget(response_id)
+
+    def _keep(self, response_id: str, kept: Kept) -> None:
+        self._kept[response_id] = kept
+        for item in (*kept.items, *kept.output):
+            if item.made:  # one that a caller chose may be another caller's too
+                self._home[item.id] = response_id, item.raw
+        self._size += kept.size
+        while len(self._kept) > self._most or self._size > self._most_bytes:
+            self._forget(next(iter(self._kept)))
 
     def _forget(self, response_id: str) -> None:
         gone = self._kept.pop(response_id)

@@ -133,18 +133,66 @@ async def test_a_header_that_trickles_is_cut(autojump_clock: trio.testing.MockCl
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("more", ["", "\r\n", "the next request", "an upgrade"])
 async def test_a_hang_up_cancels_the_request(
-    autojump_clock: trio.testing.MockClock, stream: bool
+    autojump_clock: trio.testing.MockClock, stream: bool, more: str
 ) -> None:
-    """Closing the socket ends the request, streamed or not, within a turn."""
+    """Closing the socket ends the request within a turn, whatever was sent behind it."""
+    sent = _request(_chat(100_000, stream))
+    if more == "an upgrade":
+        sent = sent.replace(
+            b"\r\n", b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n", 1
+        )
+    elif more:
+        sent += _request(None, "/v1/models") if more == "the next request" else more.encode()
     async with _connected() as (client, place, _):
-        await client.send_all(_request(_chat(100_000, stream)))
+        await client.send_all(sent)
         await trio.sleep(0.5)
         assert place.open_rows
         await client.aclose()
         await trio.sleep(3 * STEP_S)
         assert place.open_rows == set()
         assert place.house.meter.requests == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+async def test_requests_sent_ahead_are_answered_in_order(
+    autojump_clock: trio.testing.MockClock, size: int
+) -> None:
+    """What comes while an answer is made waits for its end, and large bodies wait outside."""
+    second = _request({**_chat(2, False), "user": "x" * size})
+    unserved = b"GET /v1/models HTTP/9.9\r\nHost: localhost\r\n\r\n"
+    async with _connected() as (client, _, _), trio.open_nursery() as nursery:
+        sent = _request(_chat(30)) + second + _request(None, "/v1/models") + unserved
+        nursery.start_soon(client.send_all, sent)
+        data = b""
+        while more := await client.receive_some():
+            data += more
+    parts = rb'" w29".*\[DONE\].*"content":" w0 w1".*"object":"list".*HTTP/1.1 505 '
+    assert re.search(parts, data, re.DOTALL)
+
+
+@pytest.mark.parametrize("more", [b"", b"\r\n\r\n", b"noise", b"GET /v1/models HTTP/1.1\r\n"])
+async def test_a_client_that_leaves_at_the_very_end_is_not_waited_for(
+    autojump_clock: trio.testing.MockClock, more: bytes
+) -> None:
+    """The connection is closed with the answer's last bytes, whatever was left unread."""
+    async with _connected() as (client, _, server):
+        send_all = server.send_all
+
+        async def leaving(data: bytes) -> None:
+            await send_all(data)
+            if data == b"0\r\n\r\n":
+                await client.send_stream.aclose()
+                await trio.sleep(0.1)
+
+        server.send_all = leaving
+        await client.send_all(_request(_chat(20)) + more)
+        await _receive_until(client, b"[DONE]")
+        ended = trio.current_time()
+        while await client.receive_some():
+            pass
+        assert trio.current_time() - ended < 1
 
 
 async def test_a_client_that_stops_reading_is_cut(

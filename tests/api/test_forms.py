@@ -4,13 +4,8 @@ import json
 from typing import Any
 
 import pytest
-import trio
-import trio.testing
 from tests.api.conftest import Serving, read_stream
 from tests.api.test_tools import _LOCAL, says
-
-from paceline.api.conversation import at_length, formed
-from paceline.runtime.errors import BusyError
 
 _MESSAGES = [{"role": "user", "content": "hello"}]
 _ROUTES: dict[str, dict[str, Any]] = {
@@ -164,37 +159,3 @@ async def test_a_form_that_breaks_later_is_a_failure_of_its_request(
             assert events[-1]["error"]["code"] == "form_failed"
             reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"]]
             assert not any(reasons)
-
-
-async def test_forms_wait_for_forms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas that take long hold up neither long texts nor anything else, and no endless queue."""
-    gate, limiters = trio.Event(), []
-
-    async def run_sync(work: Any, *args: Any, limiter: trio.CapacityLimiter) -> Any:
-        limiters.append(limiter)
-        async with limiter:
-            await gate.wait()
-        return work(*args)
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
-    refused = 0
-
-    async def one() -> None:
-        nonlocal refused
-        try:
-            await formed(lambda: None, True)
-        except BusyError:
-            refused += 1
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(80):
-            nursery.start_soon(one)
-        await trio.testing.wait_all_tasks_blocked()
-        assert await formed(lambda: "plain", False) == "plain"
-        nursery.start_soon(at_length, lambda: None, True)
-        await trio.testing.wait_all_tasks_blocked()
-        gate.set()
-    forms, text = limiters[0], limiters[-1]
-    assert forms is not text
-    assert forms.total_tokens == 2
-    assert refused == 80 - 2 - 64

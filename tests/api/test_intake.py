@@ -16,17 +16,16 @@ from tests.api.conftest import Serving
 
 from paceline.api import problems
 from paceline.api.anthropic.route import _input
-from paceline.api.conversation import is_long
 from paceline.api.intake import (
-    INLINE_BYTES,
     MOST_CONTAINERS,
     MOST_KEYS,
     MOST_NESTING,
     MOST_VALUES,
     Intake,
-    check_json,
+    JsonBounds,
     prepared,
 )
+from paceline.api.offload import INLINE_BYTES, is_long
 from paceline.runtime.errors import CallerError
 from paceline.runtime.memory import Trimmer
 
@@ -127,9 +126,11 @@ _WIDE = "x" * (INLINE_BYTES + 1)
 
 @pytest.mark.parametrize("levels", [101, 990, 100_000])
 def test_a_call_of_the_models_own_that_nests_too_deeply_is_no_fault(levels: int) -> None:
-    """Its input is none, as that of a call that was cut off."""
-    assert _input('{"a":' + _arrays(levels) + "}") == {}
-    assert _input('{"a":' + _arrays(40) + "}") != {}
+    """It is shown as text, and a call that was cut off has no input yet."""
+    deep = '{"a":' + _arrays(levels) + "}"
+    assert _input(deep, cut=True) == {}
+    assert _input(deep, cut=False) == {"INVALID_JSON": deep}
+    assert set(_input('{"a":' + _arrays(40) + "}", cut=False)) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -205,27 +206,68 @@ def test_depth_is_told_whatever_strings_hold(value: Any, ascii: bool, step: int)
         for wrapped in range(MOST_NESTING - _depth(value) - 1, MOST_NESTING - _depth(value) + 2):
             raw = "[" * wrapped + json.dumps(value, ensure_ascii=ascii) + "]" * wrapped
             if wrapped + _depth(value) <= MOST_NESTING:
-                check_json(raw.encode())
+                JsonBounds().check(raw.encode())
             else:
                 with pytest.raises(CallerError, match="nested too deeply"):
-                    check_json(raw.encode())
+                    JsonBounds().check(raw.encode())
 
 
 @pytest.mark.parametrize("piece", [b"1,", b"{},", b"[],"])
 def test_numbers_of_values_are_bounded(piece: bytes) -> None:
     """A body of millions of small values is refused before any is built."""
     most = MOST_VALUES if piece == b"1," else MOST_CONTAINERS
-    check_json(b"[" + piece * (most - 2) + b"1]")
+    JsonBounds().check(b"[" + piece * (most - 2) + b"1]")
     with pytest.raises(CallerError, match="holds more than"):
-        check_json(b"[" + piece * (most + 1) + b"1]")
+        JsonBounds().check(b"[" + piece * (most + 1) + b"1]")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            _CHAT,
+            lambda each: {"messages": [m for one in each for m in _called(one)]},
+            "messages[4].tool_calls[0].function.arguments",
+        ),
+        (
+            "/v1/responses",
+            lambda each: {"input": [item for one in each for item in _items(one)]},
+            "input[5].arguments",
+        ),
+        (
+            "/v1/tokenize",
+            lambda each: {"messages": [m for one in each for m in _called(one)]},
+            "messages[4].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+@pytest.mark.parametrize("many", ["a few large", "many small"])
+async def test_all_arguments_of_a_request_are_bounded_together(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    path: str,
+    body: Any,
+    param: str,
+    many: str,
+) -> None:
+    """A hundred calls of a hundred thousand lists would hold most of a gigabyte."""
+    large = many == "a few large"
+    size, count = (MOST_CONTAINERS - 9_999, 2) if large else (30, MOST_CONTAINERS // 30 + 1)
+    each = ["[" + "[]," * (size - 2) + "[]]"] * count
+    async with serving(context=10_000_000) as (client, _):
+        answer = await client.post(path, json=body(each), headers=_LOCAL)
+        error = (await answer.get_json())["error"]
+    assert answer.status_code == 400
+    assert "holds more than" in error["message"]
+    assert not large or error["param"] == param
 
 
 def test_numbers_of_keys_are_bounded() -> None:
     """One object of a million keys holds the interpreter for most of a second."""
-    check_json(b"{" + b'"a":1,' * (MOST_KEYS - 1) + b'"a":1}')
-    check_json(b'["' + b":" * (2 * MOST_KEYS) + b'"]')
+    JsonBounds().check(b"{" + b'"a":1,' * (MOST_KEYS - 1) + b'"a":1}')
+    JsonBounds().check(b'["' + b":" * (2 * MOST_KEYS) + b'"]')
     with pytest.raises(CallerError, match="keys"):
-        check_json(b"{" + b'"a":1,' * MOST_KEYS + b'"a":1}')
+        JsonBounds().check(b"{" + b'"a":1,' * MOST_KEYS + b'"a":1}')
 
 
 _BODIES: list[tuple[str, Any, str]] = [
@@ -361,8 +403,11 @@ class _Sent:
 
 
 async def test_large_bodies_in_work_never_have_more_than_the_largest_together() -> None:
-    """The second waits until the first has given its room back; small ones wait for nobody."""
-    app, intake = Quart(__name__), Intake(3 << 20, 30)
+    """The second waits until the first has given its room back; small ones wait for nobody.
+
+    Any that is worked on in a thread needs room: many of a middle size hold as much as a few.
+    """
+    app, intake = Quart(__name__), Intake(3 * INLINE_BYTES, 30)
     order: list[str] = []
     entered = trio.Event()
 
@@ -379,9 +424,9 @@ async def test_large_bodies_in_work_never_have_more_than_the_largest_together() 
     async with trio.open_nursery() as nursery:
         first, free = trio.Event(), trio.Event()
         free.set()
-        nursery.start_soon(read, "first", 2 << 20, first)
+        nursery.start_soon(read, "first", 2 * INLINE_BYTES, first)
         await entered.wait()
-        nursery.start_soon(read, "second", 2 << 20, free)
+        nursery.start_soon(read, "second", 2 * INLINE_BYTES, free)
         nursery.start_soon(read, "small", 1000, free)
         await trio.testing.wait_all_tasks_blocked()
         assert intake._free >= 0, "the second has no room yet"

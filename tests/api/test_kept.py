@@ -13,7 +13,7 @@ from tests.api.test_responses import _LOOK, _PATH, ask
 from tests.api.test_tools import _CALL, _LOCAL, _THINKS, says
 from tests.fakes import FakeText
 
-from paceline.api import conversation
+from paceline.api import offload
 from paceline.api.anthropic import route as messages_route
 from paceline.api.responses import route, store
 from paceline.api.responses.items import KeptItem, listed, messages_of
@@ -158,11 +158,11 @@ async def test_what_is_referred_to_is_decoded_off_the_event_loop(
 ) -> None:
     """A short body that stands for a long text is long work, by reference or by conversation."""
     long: list[bool] = []
-    at_length = conversation.at_length
+    at_length = offload.at_length
 
-    async def watched(work: Any, is_long: bool) -> Any:
+    async def watched(work: Any, is_long: bool, *queue: Any) -> Any:
         long.append(is_long)
-        return await at_length(work, is_long)
+        return await at_length(work, is_long, *queue)
 
     monkeypatch.setattr(route, "at_length", watched)
     async with serving(says("ok"), context=200_000) as (client, _):

@@ -93,6 +93,30 @@ async def test_each_call_is_a_block_of_its_own(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "input"),
+    [
+        ("{}", {}),
+        ('{"a": 1e400}', {"INVALID_JSON": '{"a": 1e400}'}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": }', {"INVALID_JSON": '{"a": }'}),
+        ("{" + '"a":{' * 150 + "}" * 151, {"INVALID_JSON": "{" + '"a":{' * 150 + "}" * 151}),
+    ],
+)
+async def test_input_that_is_no_json_is_shown_and_not_dropped(
+    serving: Serving, autojump_clock: trio.testing.MockClock, arguments: str, input: Any
+) -> None:
+    """A client must see that a call went wrong, and never a call without arguments instead."""
+    call = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    async with serving(says(call)) as (client, _):
+        status, body = await ask(client, tools=[_LOOK], max_tokens=2_000)
+    assert status == 200
+    (block,) = body["content"]
+    assert block["type"] == "tool_use"
+    assert block["input"] == input
+    assert body["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
     ("fields", "reason", "stop"),
     [
         ({"max_tokens": 3}, "max_tokens", None),
@@ -241,6 +265,7 @@ _SAID = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
         ),
         ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools[0].type"),
         ({"tools": [_LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [_LOOK, _LOOK]}, "tools[1].name: 'look' is the name of tools[0]"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],
 )

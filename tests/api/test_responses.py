@@ -30,6 +30,14 @@ _LOOK = {
 _BAD_FORMAT = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
 
 
+_SEE = {"type": "function", "name": "see"}
+_NO_OBJECT = {"type": "function", "name": "odd", "parameters": {"type": "string"}}
+
+
+def _space(name: str, *tools: Any) -> Any:
+    return {"type": "namespace", "name": name, "tools": list(tools)}
+
+
 async def ask(client: Any, **fields: Any) -> Any:
     answer = await client.post(_PATH, json={"input": "hello", **fields}, headers=_LOCAL)
     return answer.status_code, await answer.get_json()
@@ -237,6 +245,13 @@ async def test_a_call_can_be_enforced_and_a_format_kept(
         ),
         ({"tools": [{"type": "computer"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}, _LOOK, _LOOK]}, "tools[2].name"),
+        ({"tools": [_LOOK, _space("a", _LOOK)]}, "tools[1].tools[0].name"),
+        ({"tools": [_space("a", _SEE), _space("b", _LOOK, _SEE)]}, "tools[1].tools[1].name"),
+        (
+            {"tools": [{"type": "web_search"}, _space("a", _LOOK, _NO_OBJECT)]},
+            "tools[1].tools[1].parameters",
+        ),
         ({"background": True}, "background"),
         ({"n": 2}, "n"),
         ({"truncation": "auto"}, "truncation"),
@@ -256,6 +271,7 @@ async def test_what_cannot_be_is_refused_by_its_name(
         status, body = await ask(client, **fields)
     assert status == 400
     assert body["error"]["param"] == param
+    assert body["error"]["message"].startswith(param)
 
 
 def _reply(number: int, **fields: Any) -> ResponseReply:

@@ -210,6 +210,7 @@ async def test_only_allowed_tools_are_shown(
         ({"tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [_LOOK, _SEE, _LOOK]}, "tools[2].function.name"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format",

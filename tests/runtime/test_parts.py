@@ -126,6 +126,49 @@ def test_a_call_that_is_cut_is_not_complete() -> None:
     assert ARGUMENTS.startswith(arguments)
 
 
+@pytest.mark.parametrize("calling", ["maybe", "always"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        r'{"name": "f\q", "arguments": {}}',
+        '{"name": "f\ng", "arguments": {}}',
+        r'{"name": "\ud800", "arguments": {}}',
+        r'{"arguments": {}, "name": "\ud800"}',
+        r'{"name": "f", "arguments": "\udfff"}',
+        '{"arguments": {"a": NaN}, "name": "f"}',
+        '{"arguments": {"a": -Infinity}, "name": "f"}',
+        '{"arguments": {"a": ' + "9" * 5_000 + '}, "name": "f"}',
+        '{"arguments": {"a": ' + "[" * 5_000 + "]" * 5_000 + '}, "name": "f"}',
+    ],
+)
+@given(st.data())
+def test_a_call_that_cannot_be_told_stays_text(
+    call: str, calling: Calling, data: st.DataObject
+) -> None:
+    """A name or arguments that are no JSON or no Unicode are what the model said, and no fault."""
+    text = f"<tool_call>\n{call}\n</tool_call>" if calling == "maybe" else call
+    parts, splitter = split(Manner(calling=calling), data.draw(cuts(text)))
+    assert said(parts) == text
+    assert calls(parts) == []
+    assert splitter.calls == 0
+    said(parts).encode()
+
+
+def test_arguments_that_are_null_are_none() -> None:
+    """A call without arguments is one with an empty object, as families write it."""
+    text = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
+    parts, _ = split(Manner(calling="maybe"), [text])
+    assert calls(parts) == [("f", "{}")]
+
+
+@pytest.mark.parametrize(("name", "blank"), [("x" * 30_000, ""), ("x", " " * 100)])
+def test_a_call_whose_head_is_too_long_is_read_at_its_end(name: str, blank: str) -> None:
+    """What is looked through again at each token is bounded; all of the call is told at once."""
+    text = f'<tool_call>{blank}{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+    parts, _ = split(Manner(calling="maybe"), [text[i : i + 9] for i in range(0, len(text), 9)])
+    assert [(p.name, p.arguments) for p in parts if isinstance(p, Call)] == [(name, '{"a": 1}')]
+
+
 TOOLS: tuple[Any, ...] = (
     {
         "type": "function",
