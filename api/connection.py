@@ -7,7 +7,7 @@ import termios
 from typing import Any, Final
 
 import trio
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, RawData, Updated
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.typing import ConnectionState
@@ -28,6 +28,7 @@ class GuardedTCPServer(TCPServer):
     """
 
     stall_s = 30.0
+    _all_read = False
 
     async def run(self) -> None:
         """Serve one client until it or the server goes; raises nothing but cancellation."""
@@ -56,6 +57,7 @@ class GuardedTCPServer(TCPServer):
                 )
                 await self.idle_task.restart(self._task_group, self._idle_timeout)
                 await self._read_data()
+                self._all_read = True
                 await self.idle_task.stop()  # nobody is left to wait for
         finally:
             await self._close()
@@ -79,6 +81,8 @@ class GuardedTCPServer(TCPServer):
 
     async def protocol_send(self, event: Any) -> None:
         """Send without blocking where the socket has room; else wait, but not for ever."""
+        if isinstance(event, Updated) and self._all_read:
+            return  # an answer that ends now must not have the next request waited for
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return

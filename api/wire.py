@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 import h11
 import msgspec
 import trio
-from hypercorn.events import Closed, RawData, Updated
+from hypercorn.events import Closed, Updated
 from hypercorn.protocol.events import Body, EndBody, Request, Response
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
@@ -43,11 +43,9 @@ class Http1Protocol(H11Protocol):
 
     reading: trio.CancelScope | None = None
     _refused = False
-    _gone = False  # nothing more will come, though what came may be left unread
 
     async def handle(self, event: Any) -> None:
         """Take bytes, or the end of the connection."""
-        self._gone = self._gone or not isinstance(event, RawData) or not event.data
         await self._or_refuse(super().handle(event))
 
     async def resume(self) -> None:
@@ -111,10 +109,6 @@ class Http1Protocol(H11Protocol):
             await self.stream.handle(EndBody(stream_id=STREAM_ID))
 
     async def _maybe_recycle(self) -> None:
-        if self._gone:
-            await self._close_stream()
-            await self.send(Closed())
-            return
         await super()._maybe_recycle()
         if self.connection.trailing_data[0] and self.reading is not None:
             self.reading.cancel(reason="a next request came already")

@@ -256,6 +256,13 @@ async def test_a_reader_inside_a_large_event_is_not_cut(
         alive = b": alive\n\n"
         mark = b"data: [DONE]\n\n"
 
+        opens_long = False
+
+        def is_long(self, tokens: int) -> bool:
+            return False
+
+        ends_long = is_long
+
         def opening(self) -> list[Large]:
             return [Large("x" * 400_000)]
 
