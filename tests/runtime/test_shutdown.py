@@ -108,7 +108,8 @@ _WAYS = {
         "libc = ctypes.CDLL(None)\nwhile True: libc.sleep(600)"
     ),
     "swallowed": "import time\nwhile True:\n try: time.sleep(600)\n except BaseException: pass",
-    "after the loop": "shutdown.hand_over(); import time; time.sleep(600)",
+    # In short sleeps: a signal just before a long one is seen only behind it, and nobody watches.
+    "after the loop": "shutdown.hand_over(); import time\nwhile True: time.sleep(0.01)",
 }
 
 
