@@ -24,7 +24,7 @@ class ErrorReply(Struct):
     error: ErrorBody
 
 
-class TopLogprob(Struct):
+class TopLogprob(Struct, gc=False):
     """One alternative at a position."""
 
     token: str
@@ -32,7 +32,7 @@ class TopLogprob(Struct):
     bytes: list[int]
 
 
-class ChatLogprob(Struct):
+class ChatLogprob(Struct, gc=False):
     """One token of a chat answer."""
 
     token: str
