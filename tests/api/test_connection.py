@@ -155,6 +155,25 @@ async def test_a_hang_up_cancels_the_request(
         assert place.house.meter.requests == {"cancelled": 1}
 
 
+async def test_bytes_sent_ahead_are_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    """A client cannot fill the server's memory behind a request that runs."""
+    taken = 0
+    async with _connected() as (client, place, server):
+        receive_some = server.receive_some
+
+        async def counted(most: int) -> bytes:
+            nonlocal taken
+            data: bytes = await receive_some(most)
+            taken += len(data)
+            return data
+
+        server.receive_some = counted
+        await client.send_all(_request(_chat(1000, False)) + b"x" * 2_000_000)
+        await trio.sleep(1)
+        assert place.open_rows
+        assert taken < 200_000
+
+
 @pytest.mark.parametrize("size", [1, 300_000])
 async def test_requests_sent_ahead_are_answered_in_order(
     autojump_clock: trio.testing.MockClock, size: int

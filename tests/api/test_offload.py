@@ -53,7 +53,7 @@ def encoded_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         (_TEXT, {"prompt": "hi", "logprobs": 1}),
         (_TEXT, {"prompt": ["x" * 4_000, "y"], "echo": True, "n": 2, "max_tokens": 2}),
         ("/v1/responses", {"input": "hi", "include": ["message.output_text.logprobs"]}),
-        ("/v1/responses", {"input": "x" * 20_000}),
+        ("/v1/responses", {"input": "x" * 20_000, "max_output_tokens": 3}),
     ],
 )
 async def test_long_answers_are_written_beside_the_event_loop(
@@ -106,7 +106,7 @@ _SHAPES = [
     (_CHAT, {"messages": _ASK}, ChatShape),
     (_TEXT, {"prompt": "hi"}, TextShape),
     ("/v1/responses", {"input": "hi"}, ResponseShape),
-    ("/v1/messages", {"messages": _ASK, "max_tokens": 9}, MessageShape),
+    ("/v1/messages", {"messages": _ASK, "max_tokens": 999}, MessageShape),
 ]
 
 
@@ -127,11 +127,13 @@ async def test_a_stream_that_cannot_be_written_ends_with_one_error(
         raise ValueError("cannot be written")
 
     monkeypatch.setattr(shape, fails, broken)
-    async with serving(says("one two")) as (client, place):
+    script = says("one two") if fails in ("ended", "closing") else None
+    async with serving(script) as (client, place):
         raw = await read_stream(client, path, {**body, "stream": True})
         await trio.sleep(1)
         assert not place.open_rows
         assert place.house.open_requests == 0
+        assert script or place.house.meter.requests == {"failed": 1}
     assert b"[DONE]" not in raw
     last = json.loads(raw.strip().split(b"\n\n")[-1].rpartition(b"data: ")[2])
     assert raw.count(b"internal_error") + raw.count(b"could not be written") >= 1
@@ -143,6 +145,28 @@ async def test_a_stream_that_cannot_be_written_ends_with_one_error(
             assert (last["type"], last["error"]["type"]) == ("error", "api_error")
         case _:
             assert last["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(("path", "body", "shape"), _SHAPES)
+async def test_a_stream_whose_error_repeats_what_cannot_be_written_ends_with_a_plain_one(
+    serving: Serving,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    shape: Any,
+) -> None:
+    """Never with nothing."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("cannot be written")
+
+    monkeypatch.setattr(shape, "piece", broken)
+    monkeypatch.setattr(shape, "failing", broken)
+    async with serving() as (client, _):
+        raw = await read_stream(client, path, {**body, "stream": True})
+    last = json.loads(raw.strip().split(b"\n\n")[-1].rpartition(b"data: ")[2])
+    assert last["error"]["message"] == "the answer could not be written"
 
 
 @pytest.mark.parametrize(("path", "body", "shape"), _SHAPES)

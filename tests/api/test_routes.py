@@ -100,11 +100,15 @@ async def test_tokenize_and_back(serving: Serving, autojump_clock: trio.testing.
         text = await (
             await _post(client, "/v1/detokenize", {"tokens": tokens["tokens"]})
         ).get_json()
+        special = {**chat, "add_special_tokens": False}
+        same = await _post(client, "/v1/tokenize", special)
+        opened = await _post(client, "/v1/tokenize", {**special, "add_special_tokens": True})
         neither = await _post(client, "/v1/tokenize", {})
         unknown = await _post(client, "/v1/detokenize", {"tokens": [10**7]})
     assert tokens["count"] == len("user:hello\n")
     assert text == {"prompt": "user:hello\n"}
-    assert neither.status_code == unknown.status_code == 400
+    assert same.status_code == 200
+    assert neither.status_code == unknown.status_code == opened.status_code == 400
 
 
 async def test_health_proves_what_ran(
