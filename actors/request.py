@@ -49,6 +49,8 @@ class Alive(msgspec.Struct, frozen=True):
 
 Event = Piece | Ended | Alive
 _ALIVE: Final = Alive()
+_READERS: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("call_readers")
+_MOST_READERS: Final = 4  # long calls that are read at a time
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -232,7 +234,11 @@ class RequestActor:
         self._accepted += message.accepted
         if message.tokens and self._first_token_s is None:
             self._note_first_token(message.lease)
-        for event in row.take(message):
+        if row.takes_long:
+            said = await trio.to_thread.run_sync(row.take, message, limiter=_few_readers())
+        else:
+            said = row.take(message)
+        for event in said:
             await self._pass_on(event)
         if row.ended:
             self._owner.leave(message.lease, "text ended")
@@ -303,6 +309,14 @@ class RequestActor:
             case Broken(code, message):
                 self._meter.saw_end("failed")
                 self._log.warning("request.failed", **fields, code=code, error=message)
+
+
+def _few_readers() -> trio.CapacityLimiter:
+    try:
+        return _READERS.get()
+    except LookupError:
+        _READERS.set(trio.CapacityLimiter(_MOST_READERS))
+        return _READERS.get()
 
 
 def _abandoned(reason: Origin) -> Broken:

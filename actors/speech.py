@@ -78,6 +78,11 @@ class Speech:
         self.thought_tokens = 0
         self.ended: Ended | None = None
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether the next message may have a long call read."""
+        return self._splitter.reads_long
+
     def take(self, message: Tokens) -> Sequence[Said]:
         """Return what to pass on for a row's new tokens."""
         pieces: list[Piece] = []

@@ -61,6 +61,7 @@ def chat_form(body: ChatRequest, dialect: Dialect) -> Form:
                 param=where,
             )
         _check_root(tool, f"tools[{at}].function.parameters")
+    sources.bounded([tool.function.parameters for tool in body.tools or []], "tools")
     tools, must = _callable(body)
     if asked is not None and body.ignore_eos:
         raise CallerError(f"{asked.param} cannot be kept with ignore_eos", param="ignore_eos")

@@ -112,7 +112,7 @@ async def chat_order(
     elif body.top_logprobs:
         raise CallerError("top_logprobs needs logprobs: true", param="top_logprobs")
     asked = body.max_completion_tokens or body.max_tokens or args.default_max_tokens or None
-    grammar = await _compiled(text, form.source, thinking)
+    grammars = await _compiled(text, form.source, body.n or 1, thinking)
     manner = msgspec.structs.replace(form.manner, thinking=prompt.thought == "begun", behind=go_on)
     make = partial(
         _order,
@@ -125,7 +125,7 @@ async def chat_order(
         asked=asked,
         alternatives=alternatives,
         prompt_param=where,
-        grammar=grammar,
+        grammars=grammars,
         manner=manner,
     )
     return await at_length(make, is_long(body.logit_bias))
@@ -183,7 +183,7 @@ async def completion_order(
     echo = bool(body.echo)
     if asked == 0 and not echo:
         raise CallerError("max_tokens must be at least 1 unless echo is true", param="max_tokens")
-    grammar = await _compiled(text, source)
+    grammars = await _compiled(text, source, (best_of or body.n or 1) * len(prompts))
     make = partial(
         _order,
         body,
@@ -198,7 +198,7 @@ async def completion_order(
         echo=echo,
         drop_completion=asked == 0,
         best_of=best_of,
-        grammar=grammar,
+        grammars=grammars,
     )
     return await at_length(make, is_long(body.logit_bias))
 
@@ -217,7 +217,7 @@ def _order(
     echo: bool = False,
     drop_completion: bool = False,
     best_of: int | None = None,
-    grammar: Grammar | None = None,
+    grammars: Sequence[Grammar] = (),
     manner: Manner = _AS_IT_IS,
 ) -> Order:
     n = best_of or body.n or 1
@@ -241,7 +241,7 @@ def _order(
                 budget=budget,
                 end_ids=end_ids,
                 score_prompt=echo and alternatives is not None,
-                grammar=grammar,
+                grammar=grammars[len(rows) + choice] if grammars else None,
             )
             for choice in range(n)
         ]
@@ -345,12 +345,17 @@ def _template_options(body: ChatRequest, dialect: Dialect) -> dict[str, Any]:
 
 
 async def _compiled(
-    text: Text, source: Source | None, thinking: Thinking | None = None
-) -> Grammar | None:
-    """Compile a grammar off the event loop, and see that it lets a first token through."""
+    text: Text, source: Source | None, rows: int, thinking: Thinking | None = None
+) -> Sequence[Grammar]:
+    """Compile a grammar for each row off the event loop, and see that it lets a token through."""
     if source is None:
-        return None
-    return await FORMS.do(lambda: text.grammars.compile(source, thinking))
+        return ()
+    _check_rows(rows)
+
+    def work() -> Sequence[Grammar]:
+        return text.grammars.for_rows(text.grammars.compile(source, thinking), rows)
+
+    return await FORMS.do(work)
 
 
 def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:

@@ -54,7 +54,7 @@ def preload(enabled: bool = True) -> Blas:
     for attempt in (_from_wheel, _from_system):
         try:
             return attempt()
-        except (OSError, subprocess.SubprocessError, ImportError, AttributeError) as error:
+        except Exception as error:  # a linker's, a wheel's, a folder's: each fails in its own way
             reasons.append(f"{attempt.__name__.removeprefix('_from_')}: {error}")
     return Blas("reference", "slow; no OpenBLAS to be had (" + "; ".join(reasons) + ")", False)
 

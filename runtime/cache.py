@@ -6,11 +6,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .errors import SettingsError
+
 
 def cache_dir() -> Path:
-    """Return the cache folder: $PACELINE_CACHE or ~/.cache/paceline (not created here)."""
+    """Return the cache folder: $PACELINE_CACHE or ~/.cache/paceline (not created here).
+
+    Raises:
+        SettingsError: When neither is known.
+    """
     named = os.environ.get("PACELINE_CACHE")
-    return Path(named).absolute() if named else Path.home() / ".cache" / "paceline"
+    return Path(named).absolute() if named else home("PACELINE_CACHE") / ".cache" / "paceline"
+
+
+def home(instead: str) -> Path:
+    """Return the user's home folder.
+
+    Args:
+        instead: The environment variable that can say what is looked for there.
+
+    Raises:
+        SettingsError: When nothing says where it is.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise SettingsError(
+            f"no home folder is known here; set HOME in the environment, or {instead}"
+        ) from None
 
 
 @contextmanager

@@ -27,7 +27,10 @@ _OWN_KEYS: Final = frozenset(
     {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "type"}
     | {"function", "name", "description", "parameters", "arguments"}
 )
-_OWN_VALUES: Final = frozenset({"role", "type"})
+# What templates tell tools and schemas by; any other text under `type` is the caller's.
+_TYPES: Final = frozenset(
+    {"function", "object", "array", "string", "number", "integer", "boolean", "null"}
+)
 
 
 class Said(NamedTuple):
@@ -39,8 +42,10 @@ class Said(NamedTuple):
 
     def with_strings(self, change: Callable[[str], str]) -> "Said":
         """Return the same with each of the caller's strings changed, keys too."""
+        # A message's role is one of a few that the API knows.
+        messages = [{**_changed(m, change), "role": m["role"]} for m in self.messages]
         options = {name: _changed(value, change) for name, value in self.options.items()}
-        return Said(_changed(self.messages, change), _changed(list(self.tools), change), options)
+        return Said(messages, _changed(list(self.tools), change), options)
 
 
 class ControlTokens:
@@ -137,7 +142,7 @@ class ControlTokens:
 
 def _changed(value: Any, change: Callable[[str], str], key: Any = None) -> Any:
     if isinstance(value, str):
-        return value if key in _OWN_VALUES else change(value)
+        return value if key == "type" and value in _TYPES else change(value)
     if isinstance(value, list | tuple):
         return [_changed(item, change, key) for item in value]
     if isinstance(value, Mapping):

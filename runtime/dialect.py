@@ -18,7 +18,7 @@ import msgspec
 
 from .errors import CallerError
 from .grammar import Thinking
-from .sources import Source, embedded, lark
+from .sources import Source, embedded, lark, sized
 
 Parser = Callable[[str, Any], Any]
 Conversation = list[dict[str, Any]]
@@ -239,7 +239,12 @@ def _calls(start: str, tools: Sequence[Mapping[str, Any]], marks: Dialect | None
     Args:
         marks: The dialect whose opening mark stands before a call, and whose closing mark is to
             be said behind it; None for a call without marks.
+
+    Raises:
+        CallerError: When it is too large to compile.
     """
+    schemas = [tool["function"].get("parameters") for tool in tools]
+    sized(msgspec.json.encode(schemas).decode(), "tools")
     lines = ["%llguidance {}", start]
     lead = LEAD if marks else ""
     close = " ".join([json.dumps(LEAD), *_spelled(marks.call_close, marks)]) if marks else ""
@@ -251,7 +256,7 @@ def _calls(start: str, tools: Sequence[Mapping[str, Any]], marks: Dialect | None
         value = embedded(schema, lenient=not function.get("strict"))
         lines += [f'call_{at}: {opening} args_{at} "}}" {close}']
         lines += [f"args_{at}: {value}"]
-    return "\n".join(lines)
+    return sized("\n".join(lines), "tools")
 
 
 def _tools_in_words(tools: Sequence[Any], dialect: Dialect) -> str:

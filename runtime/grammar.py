@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -27,6 +28,7 @@ _FAR: Final = 64  # the same where no way out was found from the very beginning
 _LONGEST_WAY: Final = 1024  # tokens; a way out that is longer is not looked for
 _KEPT: Final = 64  # grammars that stay compiled
 _KEPT_SIZE: Final = 1 << 20  # characters of all of them
+_MOST_ROWS: Final = 4 << 20  # characters of one grammar times the rows that follow it
 _NOTHING: Final[Ids] = np.empty(0, np.int64)
 _UNKNOWN_KEYS: Final = re.compile(r"Unimplemented keys: \[(?P<keys>.*)\]")
 # What one mask may cost: about 15 ms of the lexer's work, and 100 MB of its states.
@@ -82,20 +84,45 @@ class Grammars:
             if (known := self._kept.get(key)) is not None:  # agents ask for the same again
                 self._kept.move_to_end(key)
                 return known
-        grammar = self._with_room(source, thinking)
+        grammar = self._with_room(lambda: self._named(source, thinking))
+        if len(source.text) > _KEPT_SIZE:
+            return grammar  # it would drive all others out
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > _KEPT or sum(len(s.text) for s, _ in self._kept) > _KEPT_SIZE:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _with_room(self, source: Source, thinking: Thinking | None) -> Grammar:
+    def for_rows(self, grammar: Grammar, rows: int) -> list[Grammar]:
+        """Return a grammar for each of some rows, with nothing in common.
+
+        What the engine learns on its way, and its bound on that, is shared by all copies of a
+        matcher: one row would use up another's, and what was learnt would be kept for good.
+
+        Raises:
+            CallerError: When that are too many rows for so large a grammar.
+        """
+        source = grammar.source
+        if len(source.text) * rows > _MOST_ROWS:
+            raise CallerError(
+                f"{source.param}: a grammar of {len(source.text):,} characters is too large for "
+                f"{rows} choices",
+                param=source.param,
+            )
+        return [self._with_room(partial(self._alone, grammar)) for _ in range(rows)]
+
+    def _alone(self, grammar: Grammar) -> Grammar:
+        matcher = LLMatcher(self._engine, grammar.source.text, log_level=0, limits=_LIMITS)
+        self._refuse_broken(matcher, grammar.source)
+        return grammar.with_matcher(matcher)
+
+    def _with_room(self, compiling: Callable[[], Grammar]) -> Grammar:
         """Compile on a thread whose stack holds what a grammar nests."""
         done: list[Grammar | BaseException] = []
 
         def work() -> None:
             try:
-                done.append(self._named(source, thinking))
+                done.append(compiling())
             except BaseException as error:  # raised by who waits for it
                 done.append(error)
 
@@ -121,12 +148,6 @@ class Grammars:
                 self._compile(part, None)
             raise
 
-    def forget(self, grammar: Grammar) -> None:
-        """Compile a grammar anew when it is asked for again: what its rows share is used up."""
-        with self._lock:
-            for key in [key for key, kept in self._kept.items() if kept is grammar]:
-                del self._kept[key]
-
     def _compile(self, source: Source, thinking: Thinking | None) -> Grammar:
         matcher = LLMatcher(self._engine, source.text, log_level=0, limits=_LIMITS)
         self._refuse_broken(matcher, source)
@@ -137,7 +158,7 @@ class Grammars:
         way = self._exits.way_out(matcher, _LONGEST_WAY, json=structured)
         if way is None:
             self._refuse_dead(matcher.deep_copy(), source, structured)
-        return Grammar(matcher, self._end_ids, thinking, self._exits, way, self, json=structured)
+        return Grammar(source, matcher, self._end_ids, thinking, self._exits, way, json=structured)
 
     def _refuse_broken(self, matcher: LLMatcher, source: Source) -> None:
         if matcher.is_error():
@@ -163,25 +184,25 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar, never advanced itself."""
+    """A compiled grammar, never advanced itself; rows follow one each, see `Grammars.for_rows`."""
 
     def __init__(
         self,
+        source: Source,
         matcher: LLMatcher,
         end_ids: frozenset[int],
         thinking: Thinking | None,
         exits: Exits,
         way: Sequence[int] | None,
-        home: Grammars,
         *,
         json: bool,
     ) -> None:
+        self.source = source
         self._matcher = matcher
         self._thinking = thinking
         self._exits = exits
         self._json = json
         self._way = way
-        self._home = home
         self.end_ids = end_ids
         self.horizon = _FAR if way is None else _HORIZON + 2 * len(way)
 
@@ -190,10 +211,17 @@ class Grammar:
         lead = Lead(self._exits, self.horizon, self._way, json=self._json)
         return Follower(self, self._matcher.deep_copy(), _Thought(self._thinking), lead)
 
-    def broken(self, matcher: LLMatcher) -> FormError:
-        """Return the error of a row whose matcher can go no further."""
-        self._home.forget(self)
-        return FormError(f"the answer's form cannot be followed any further: {why(matcher)}")
+    def with_matcher(self, matcher: LLMatcher) -> Grammar:
+        """Return the same grammar on another matcher."""
+        return Grammar(
+            self.source,
+            matcher,
+            self.end_ids,
+            self._thinking,
+            self._exits,
+            self._way,
+            json=self._json,
+        )
 
 
 class Follower:
@@ -230,7 +258,7 @@ class Follower:
             return
         self._lead.take(self._matcher, token, left)
         if not self._matcher.consume_token(token):
-            raise self._grammar.broken(self._matcher)
+            raise _broken(self._matcher)
 
     def allowed(self, ahead: Sequence[int] = ()) -> Ids | None:
         """Return the tokens that may come next, ascending; None for all of them.
@@ -279,7 +307,7 @@ class Follower:
     def _mask(self, matcher: LLMatcher) -> Ids:
         found = next_tokens(matcher)
         if matcher.is_error():
-            raise self._grammar.broken(matcher)
+            raise _broken(matcher)
         # Only where an answer is whole may it end, whatever a grammar calls a token.
         if not matcher.is_accepting():
             found = found[~np.isin(found, list(self._grammar.end_ids))]
@@ -309,6 +337,10 @@ class _Thought:
         opened = token == self.may_open
         self.sleeping, self.may_open = opened, None
         return not opened
+
+
+def _broken(matcher: LLMatcher) -> FormError:
+    return FormError(f"the answer's form cannot be followed any further: {why(matcher)}")
 
 
 def why(matcher: LLMatcher) -> str:

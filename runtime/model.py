@@ -62,7 +62,10 @@ def find_model(model: str) -> Path:
     """
     if model == "starter":
         return ensure_starter()
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise ModelError(f"model={model!r}: no home folder is known for it here") from None
     if path.exists() or model.startswith((".", "/", "~")):
         if not (path / "config.json").exists():
             raise ModelError(f"model {model!r}: {path} has no config.json; give an mlx-lm folder")

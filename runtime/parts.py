@@ -12,6 +12,10 @@ import msgspec
 
 from .dialect import Dialect
 
+# Families' parsers take up to the square of a call's length where a model repeats its marks.
+_INLINE_CALL: Final = 4_096  # characters; what is longer is not read on the event loop
+_LONGEST_CALL: Final = 1 << 17  # characters between two marks; more than that is text
+
 Calling = Literal["never", "maybe", "always"]
 
 # Bounded in all its parts, since it is tried again at each token until there is one.
@@ -105,6 +109,12 @@ class Splitter:
         self.thinking = manner.thinking
         self._plain = not manner.marked
 
+    @property
+    def reads_long(self) -> bool:
+        """Whether the next text may let a family's own parser read a long call."""
+        waiting = self._call is not None and not self._call.begun
+        return waiting and len(self._held) > _INLINE_CALL
+
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is clear by now."""
         if self._plain:
@@ -190,8 +200,9 @@ class Splitter:
             self._call, self._skip = None, True
         elif not call.begun and (end >= 0 or last):
             inside = self._take(end if end >= 0 else len(self._held))
+            before = self.calls
             yield from self._whole(inside, self._take(len(close)), call.index)
-            self._call, self._skip = None, True
+            self._call, self._skip = None, self.calls > before
 
     def _whole(self, inside: str, close: str, index: int) -> Iterator[Part]:
         """Return whole calls, or the text as it stood when it holds none."""
@@ -283,6 +294,8 @@ def _head(text: str) -> tuple[str, int] | None:
 
 def _parse(text: str, manner: Manner) -> list[tuple[str, str]]:
     """Return the calls that a text holds, as names and JSON; none when it cannot be read."""
+    if len(text) > _LONGEST_CALL:
+        return []
     read = manner.dialect.parse or (lambda text, tools: json.loads(text))
     try:
         found = read(text, list(manner.tools))

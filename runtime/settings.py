@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from . import modes
+from .cache import home
 from .errors import SettingsError
 from .modes import DEFAULT_PRESET, PRESETS, CohortPolicy, Mode, Preset
 
@@ -224,6 +225,8 @@ def _clash(args: ServerArgs) -> tuple[tuple[str, ...], str] | None:
                 f"preset={args.preset.value!r} cannot be used with scheduler_mode 'hyper'; "
                 "use 'solo' or 'latency'"
             )
+    if not all(key.strip() for key in args.api_key):
+        return ("api_key",), "api_key='***' holds an empty key, which anybody has; leave it out"
     if args.host not in LOOPBACK and not args.api_key:
         return ("host",), (
             f"host={args.host!r} is reachable from other machines and needs an API key; "
@@ -247,7 +250,7 @@ def help_text(name: str) -> str:
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the TOML file's place: $PACELINE_CONFIG or ~/.paceline/config.toml."""
     named = environ.get("PACELINE_CONFIG")
-    return Path(named) if named else Path.home() / ".paceline" / "config.toml"
+    return Path(named) if named else home("PACELINE_CONFIG") / ".paceline" / "config.toml"
 
 
 def resolve(

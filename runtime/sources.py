@@ -26,6 +26,7 @@ _LARGEST: Final = 1 << 20  # characters of one grammar
 _MOST_LINES: Final = 1_000  # of a written grammar: rules that call each other cost their square
 _DEEPEST: Final = 120  # levels of a schema; the engine's own bound is near
 _MOST_PAIRS: Final = 10_000  # a property and a pattern each; a pair takes some 10 us
+_MOST_PATTERNS: Final = 1_000  # beside properties; each takes 0.1 ms and 40 kB
 _BYTES: Final = LLTokenizer("byte")
 _LITERAL: Final = re.compile(r"\^(?P<inner>.*)\$", re.DOTALL)
 
@@ -53,31 +54,40 @@ def bounded(schema: Any, param: str) -> Any:
     Raises:
         CallerError: When it is nested too deeply, or has too many properties beside patterns.
     """
-    layer, pairs = [schema], 0
+    layer, pairs, patterns = [schema], 0, 0
     for _ in range(_DEEPEST):
         parts = [p for p in layer if isinstance(p, dict | list)]
         if not parts:
             return schema
-        pairs += sum(_pairs(p) for p in parts)
-        if pairs > _MOST_PAIRS:
+        for part in parts:
+            named, others = _beside(part)
+            pairs += len(named) * len(others)
+            patterns += len(others)
+        if pairs > _MOST_PAIRS or patterns > _MOST_PATTERNS:
             raise CallerError(
-                f"{param}: properties times patternProperties are more than {_MOST_PAIRS:,}",
+                f"{param}: patternProperties beside properties are more than {_MOST_PATTERNS:,}, "
+                f"or times those more than {_MOST_PAIRS:,}",
                 param=param,
             )
         layer = [v for p in parts for v in (p.values() if isinstance(p, dict) else p)]
     raise CallerError(f"{param}: nested more than {_DEEPEST} deep", param=param)
 
 
-def _pairs(part: Any) -> int:
-    """Return how many properties are looked for among how many patterns; see `_apart`."""
-    if not isinstance(part, dict):
-        return 0
-    named, patterns = part.get("properties"), part.get("patternProperties")
-    both = isinstance(named, dict) and isinstance(patterns, dict)
-    return len(named) * len(patterns) if both else 0  # type: ignore[arg-type]
+def _beside(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return properties and the patterns that they are looked for among; see `_apart`."""
+    if isinstance(part, dict):
+        named, patterns = part.get("properties"), part.get("patternProperties")
+        if isinstance(named, dict) and named and isinstance(patterns, dict):
+            return named, patterns
+    return {}, {}
 
 
-def _sized(text: str, param: str) -> str:
+def sized(text: str, param: str) -> str:
+    """Return a grammar that is not too large to compile.
+
+    Raises:
+        CallerError: When it is.
+    """
     if len(text) > _LARGEST:
         raise CallerError(f"{param}: larger than {_LARGEST:,} characters", param=param)
     return text
@@ -94,11 +104,10 @@ def json_schema(schema: Any, param: str, *, lenient: bool = False) -> Source:
     """
     if not isinstance(schema, dict):
         raise CallerError(f"{param}: a JSON schema must be an object", param=param)
+    sized(msgspec.json.encode(bounded(schema, param)).decode(), param)
     try:
-        text = LLMatcher.grammar_from_json_schema(
-            closed(bounded(schema, param)), overrides=_style(lenient)
-        )
-        return Source(_sized(text, param), param)
+        text = LLMatcher.grammar_from_json_schema(closed(schema), overrides=_style(lenient))
+        return Source(sized(text, param), param)
     except ValueError as error:
         raise CallerError(f"{param}: {one_line(str(error))}", param=param) from None
 
@@ -150,8 +159,8 @@ def _apart(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     out = {key: value if key in _DATA else _apart(value) for key, value in part.items()}
-    named, patterns = out.get("properties"), out.get("patternProperties")
-    if isinstance(named, dict) and isinstance(patterns, dict):
+    named, patterns = _beside(out)
+    if patterns:
         finders = [(_finder(pattern), each) for pattern, each in patterns.items()]
         out["properties"] = {n: _with_patterns(n, each, finders) for n, each in named.items()}
         out["patternProperties"] = {
@@ -192,14 +201,14 @@ def json_object(param: str) -> Source:
 
 def regex(pattern: str, param: str) -> Source:
     """Return the grammar of texts that a regular expression matches as a whole."""
-    return Source(LLMatcher.grammar_from_regex(_sized(pattern, param)), param)
+    return Source(LLMatcher.grammar_from_regex(sized(pattern, param)), param)
 
 
 def choice(options: Sequence[str], param: str) -> Source:
     """Return the grammar of one of some texts."""
     quoted = (json.dumps(option, ensure_ascii=False) for option in options)
     # One terminal: as rules of their own, thousands of texts are too many for the parser.
-    return Source(lark("start: CHOICE\nCHOICE: " + _sized(" | ".join(quoted), param)), param)
+    return Source(lark("start: CHOICE\nCHOICE: " + sized(" | ".join(quoted), param)), param)
 
 
 def written(grammar: str, param: str) -> Source:
@@ -208,7 +217,7 @@ def written(grammar: str, param: str) -> Source:
     Raises:
         CallerError: When it is neither.
     """
-    _sized(grammar, param)
+    sized(grammar, param)
     if grammar.count("\n") > _MOST_LINES:
         raise CallerError(f"{param}: at most {_MOST_LINES} lines are taken", param=param)
     try:

@@ -77,6 +77,9 @@ class Text:
             raise ModelError(f"no usable tokenizer in {model_dir}: {line}") from None
         if marked.decoder is None and "ByteLevel" in str(marked.pre_tokenizer):
             marked.decoder = decoders.ByteLevel()
+        # A prompt is what was asked, and its length is bounded where that is said.
+        marked.no_truncation()
+        marked.no_padding()
         self._template = loaded
         self._marked = marked
         added = loaded.added_tokens_decoder

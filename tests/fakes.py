@@ -4,13 +4,16 @@ No mocks: the actors, the owner and the scheduler core above these are the real 
 """
 
 import codecs
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 import trio
+import trio.testing
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.actors.core import Core
@@ -343,3 +346,28 @@ async def stand(
 def row_context(prompt: int = 1, budget: int = 8, seed: int = 0) -> RowContext:
     """Return a context with a prompt of so many tokens."""
     return RowContext(tuple([7] * prompt), Sampling(), seed, budget, frozenset({END}))
+
+
+def threads_hold_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a virtual clock from jumping past every deadline while a thread works in real time."""
+    run = trio.to_thread.run_sync
+    working = 0
+
+    async def waiting(*args: Any, **options: Any) -> Any:
+        nonlocal working
+        clock = trio.lowlevel.current_clock()
+        if not isinstance(clock, trio.testing.MockClock):
+            return await run(*args, **options)
+        if not working:
+            usual.append(clock.autojump_threshold)
+            clock.autojump_threshold = math.inf
+        working += 1
+        try:
+            return await run(*args, **options)
+        finally:
+            working -= 1
+            if not working:
+                clock.autojump_threshold = usual.pop()
+
+    usual: list[float] = []
+    monkeypatch.setattr(trio.to_thread, "run_sync", waiting)

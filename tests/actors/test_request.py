@@ -1,15 +1,20 @@
 """One request actor over fake lanes: stops, credits, hang-ups, deadlines, failures."""
 
+import threading
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
-from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stand
+from tests.fakes import END, READ_S, STEP_S, WORD_BASE, Stand, row_context, stand, threads_hold_time
 
 from paceline.actors.request import Broken, Finished, Generation, RequestActor
 from paceline.actors.speech import Ended, Piece
 from paceline.lanes.base import Row
+from paceline.runtime.dialect import Dialect
 from paceline.runtime.errors import BusyError, CallerError, OwnerDied
 from paceline.runtime.modes import Mode
+from paceline.runtime.parts import Manner
 from paceline.runtime.settings import ServerArgs
 
 
@@ -71,6 +76,33 @@ async def test_rows_of_one_request_end_each_for_itself(
         ends = [e.index async for e in actor.events if isinstance(e, Ended)]
         assert ends == [0, 1]
         assert isinstance(actor.outcome, Finished)
+
+
+@pytest.mark.parametrize(("words", "beside"), [(100, False), (3_000, True)])
+async def test_a_long_call_is_read_beside_the_event_loop(
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    words: int,
+    beside: bool,
+) -> None:
+    """Families' parsers may take long over what a model makes up; others go on meanwhile."""
+    threads_hold_time(monkeypatch)
+    readers: list[bool] = []
+    here = threading.get_ident()
+
+    def parse(text: str, tools: Any) -> Any:
+        readers.append(threading.get_ident() != here)
+        return {"name": "f", "arguments": {"text": text}}
+
+    dialect = Dialect(call_open=" w1", call_close=f" w{words}", json_calls=False, parse=parse)
+    manner = Manner(dialect, calling="maybe", most_calls=1)
+    async with stand(ServerArgs()) as place:
+        row = row_context(1, words + 5)
+        actor = place.house.start(Generation("r", (row,), manner=manner))
+        called = [call async for e in actor.events if isinstance(e, Piece) for call in e.calls]
+        assert isinstance(actor.outcome, Finished)
+    assert [call.name for call in called] == ["f"]
+    assert readers == [beside]
 
 
 @pytest.mark.parametrize("when", ["queue", "prefill", "decode"])

@@ -1,16 +1,13 @@
 """A real app over a real house on fake lanes, reached without sockets, in virtual time."""
 
 import json
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-import trio
-import trio.testing
 from quart.typing import TestClientProtocol
-from tests.fakes import FakeText, Nature, Stand, stand
+from tests.fakes import FakeText, Nature, Stand, stand, threads_hold_time
 from werkzeug.datastructures import Headers
 
 from paceline.api.app import make_app
@@ -45,27 +42,7 @@ def named_events(raw: bytes) -> list[Any]:
 @pytest.fixture(autouse=True)
 def _virtual_time_waits_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a virtual clock from jumping past every deadline while a thread works in real time."""
-    run = trio.to_thread.run_sync
-    working = 0
-
-    async def waiting(*args: Any, **options: Any) -> Any:
-        nonlocal working
-        clock = trio.lowlevel.current_clock()
-        if not isinstance(clock, trio.testing.MockClock):
-            return await run(*args, **options)
-        if not working:
-            usual.append(clock.autojump_threshold)
-            clock.autojump_threshold = math.inf
-        working += 1
-        try:
-            return await run(*args, **options)
-        finally:
-            working -= 1
-            if not working:
-                clock.autojump_threshold = usual.pop()
-
-    usual: list[float] = []
-    monkeypatch.setattr(trio.to_thread, "run_sync", waiting)
+    threads_hold_time(monkeypatch)
 
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[TestClientProtocol, Stand]]]

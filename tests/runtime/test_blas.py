@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.runtime import blas
+
 pytestmark = pytest.mark.slow
 
 _PROBE = """
@@ -63,3 +65,18 @@ def test_a_cache_that_cannot_be_written_costs_speed_and_nothing_else(tmp_path: P
     assert name != "scipy-openblas32"
     assert isinstance(error, float)
     assert error < 1e-3
+
+
+def test_whatever_goes_wrong_the_blas_is_only_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves `preload`, as a missing home folder once did."""
+
+    def broken() -> blas.Blas:
+        raise RuntimeError("no home folder")
+
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(blas, "_from_wheel", broken)
+    monkeypatch.setattr(blas, "_from_system", broken)
+    found = blas.preload()
+    assert not found.fast
+    assert "no home folder" in found.detail

@@ -86,9 +86,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 def _asked(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
     """Return a conversation, tools and options that hold a text wherever one can stand."""
-    schema = {"type": "object", "properties": {text: {"enum": [text], "description": text}}}
+    inner = {"enum": [text], "description": text, "type": text, "role": text}
+    schema = {"type": "object", "properties": {text: inner, "type": text, "role": [text]}}
     function = {"name": text, "description": text, "parameters": schema}
-    call = {"name": text, "arguments": {text: [{text: text}]}}
+    call = {"name": text, "arguments": {text: [{text: text}], "role": text, "type": [text]}}
     calls = [{"id": text, "type": "function", "function": call}]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": text},
@@ -97,7 +98,11 @@ def _asked(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[
         {"role": "tool", "content": text, "tool_call_id": text},
         {"role": "user", "content": "x" + text},
     ]
-    return messages, [{"type": "function", "function": function}], {"note": text}
+    return (
+        messages,
+        [{"type": "function", "function": function}],
+        {"note": {"note": text, "role": text, "type": text}},
+    )
 
 
 def _control(text: Text, said: str) -> list[int]:
@@ -165,3 +170,23 @@ def test_an_error_of_the_template_tells_no_mark(make: Make) -> None:
     text = make("{{ raise_exception('no <|im_end|> here') }}")
     with pytest.raises(CallerError, match=r"no <\|im_end\|> here"):
         text.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("limit", ["truncation", "padding"])
+def test_a_prompt_is_neither_cut_nor_filled(make: Make, tmp_path: Path, limit: str) -> None:
+    """What a tokenizer's file says of lengths was meant for training."""
+    plain = make(_QWEN)
+    tokenizer = Tokenizer.from_str(plain._marked.to_str())
+    if limit == "truncation":
+        tokenizer.enable_truncation(16)
+    else:
+        tokenizer.enable_padding(length=64, pad_id=0, pad_token="<s>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _QWEN}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = Text(tmp_path)
+    for sent in ("x" * 40, "a"):
+        assert text.encode(sent) == plain.encode(sent)
+        ask = [{"role": "user", "content": sent}]
+        assert text.encode_chat(ask) == plain.encode_chat(ask)

@@ -10,11 +10,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLParserLimits
+from tests.fakes import byte_grammars
 from tests.lanes.tiny import tiny_grammars, tiny_tokenizer
 
 from paceline.runtime import exits, lead, sources
-from paceline.runtime.dialect import forced_call
-from paceline.runtime.errors import CallerError, RowError
+from paceline.runtime import grammar as grammar_module
+from paceline.runtime.dialect import Dialect, call_or, forced_call, strict_calls
+from paceline.runtime.errors import CallerError, FormError, RowError
 from paceline.runtime.grammar import Follower, Thinking
 from paceline.runtime.sources import Source
 from paceline.runtime.text import Text
@@ -567,6 +570,96 @@ def test_properties_beside_many_patterns_are_refused_by_name() -> None:
     with pytest.raises(CallerError, match="patternProperties") as caught:
         sources.json_schema(nested, "guided_json")
     assert caught.value.param == "guided_json"
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"a": {}}, {f"n{i}": {} for i in range(5)}], ids=["none", "one", "five"]
+)
+def test_many_patterns_cost_nothing_before_they_are_refused(
+    monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
+) -> None:
+    """Each pattern beside a property takes a matcher of its own, so there are few of them."""
+    found: list[str] = []
+    finder = sources._finder
+
+    def watched(pattern: str) -> Any:
+        found.append(pattern)
+        return finder(pattern)
+
+    monkeypatch.setattr(sources, "_finder", watched)
+    patterns: dict[str, Any] = {f"^x{i}": {} for i in range(5_000)}
+    schema = {"type": "object", "properties": named, "patternProperties": patterns}
+    if named:
+        with pytest.raises(CallerError, match="patternProperties"):
+            sources.json_schema(schema, "f")
+    else:
+        sources.json_schema(schema, "f")
+    assert found == []
+
+
+def test_a_schema_of_any_kind_has_a_largest_size() -> None:
+    """Before anything is made of it, in a tool's parameters too."""
+    large = {"type": "object", "description": "x" * 1_100_000, "properties": {"a": {}}}
+    with pytest.raises(CallerError, match="larger than 1,048,576"):
+        sources.json_schema(large, "f")
+    tool = {"type": "function", "function": {"name": "f", "parameters": large, "strict": True}}
+    with pytest.raises(CallerError, match="tools: larger than"):
+        forced_call([tool], "tools")
+    with pytest.raises(CallerError, match="tools: larger than"):
+        strict_calls(Dialect(), [tool], "tools")
+    with pytest.raises(CallerError, match="tools: larger than"):
+        call_or(sources.regex("a", "f"), Dialect(), [tool])
+
+
+_COSTLY = "(a|b)*a(a|b){12}c"  # thousands of states behind a long text of both letters
+
+
+def _walk(row: Follower, seed: int, length: int) -> str:
+    """Follow a row through random letters; return what it said, and how it failed if it did."""
+    dice = random.Random(seed)
+    said = ""
+    try:
+        for _ in range(length):
+            allowed = [t for t in _may(row) if t in b"ab"]
+            token = dice.choice(sorted(allowed))
+            row.take(token)
+            said += chr(token)
+    except FormError:
+        return said + "!"
+    return said
+
+
+def test_what_one_row_uses_up_fails_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has the bound on states for itself: beside others and after them it is as alone."""
+    limits = LLParserLimits(max_lexer_states=2_000, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_LIMITS", limits)
+    grammars = byte_grammars.__wrapped__()
+    source = sources.regex(_COSTLY, "f")
+
+    def row() -> Follower:
+        (grammar,) = grammars.for_rows(grammars.compile(source), 1)
+        return grammar.follow()
+
+    alone = []
+    for seed in range(3):
+        grammars._kept.clear()
+        alone.append(_walk(row(), seed, 1_500))
+    grammars._kept.clear()
+    waiting, *beside = (g.follow() for g in grammars.for_rows(grammars.compile(source), 4))
+    assert [_walk(one, seed, 1_500) for seed, one in enumerate(beside)] == alone
+    assert [_walk(row(), seed, 1_500) for seed in range(3)] == alone
+    assert _walk(waiting, 0, 1_500) == alone[0]
+    assert alone[0].endswith("!"), "the bound was not met"
+
+
+def test_rows_of_a_large_grammar_are_bounded_together() -> None:
+    """Each has all of it compiled for itself."""
+    grammars = byte_grammars()
+    grammar = grammars.compile(sources.choice([f"x{i}" * 20 for i in range(1_000)], "f"))
+    assert len(grammars.for_rows(grammar, 3)) == 3
+    with pytest.raises(CallerError, match="too large for 128 choices") as caught:
+        grammars.for_rows(grammar, 128)
+    assert caught.value.param == "f"
 
 
 def test_an_answer_that_is_whole_may_end_when_its_budget_does() -> None:

@@ -72,6 +72,7 @@ TEXTS: list[tuple[Dialect, bool, Calling, str, str, str, list[tuple[str, str]]]]
     (HERMES, False, "maybe", CALL + "\n" + CALL, "", "", [("look", ARGUMENTS)] * 2),
     (HERMES, False, "maybe", "a < b <tool", "a < b <tool", "", []),
     (HERMES, False, "maybe", BROKEN, BROKEN, "", []),
+    (HERMES, False, "maybe", BROKEN[:-1] + "\n\n so", BROKEN[:-1] + "\n\n so", "", []),
     (HERMES, False, "maybe", '<tool_call>{"name": "x"}</tool_call>', "", "", [("x", "{}")]),
     (HERMES, False, "maybe", '<tool_call>{"arguments": {}, "name": "x"}', "", "", [("x", "{}")]),
     (HERMES, False, "always", FORCED, "", "", [("x", '{"a": "}"}')]),
@@ -167,6 +168,28 @@ def test_a_call_whose_head_is_too_long_is_read_at_its_end(name: str, blank: str)
     text = f'<tool_call>{blank}{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
     parts, _ = split(Manner(calling="maybe"), [text[i : i + 9] for i in range(0, len(text), 9)])
     assert [(p.name, p.arguments) for p in parts if isinstance(p, Call)] == [(name, '{"a": 1}')]
+
+
+def test_a_familys_parser_is_given_no_endless_text() -> None:
+    """Some take the square of a text's length, so a very long call stays text."""
+    given: list[int] = []
+
+    def parse(text: str, tools: Any) -> Any:
+        given.append(len(text))
+        return {"name": "f", "arguments": {}}
+
+    dialect = Dialect(call_open="<c>", call_close="</c>", json_calls=False, parse=parse)
+    for size, found in ((100_000, [("f", "{}")]), (200_000, [])):
+        splitter = Splitter(Manner(dialect, calling="maybe"))
+        parts = splitter.push("<c>")
+        assert not splitter.reads_long
+        parts += splitter.push("x" * size)
+        assert splitter.reads_long
+        parts += splitter.push("</c>")
+        assert not splitter.reads_long
+        assert calls(parts) == found
+        assert len(said(parts)) == (0 if found else size + 7)
+    assert given == [100_000]
 
 
 TOOLS: tuple[Any, ...] = (

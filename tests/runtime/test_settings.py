@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paceline.runtime.cache import cache_dir
 from paceline.runtime.errors import SettingsError
 from paceline.runtime.modes import PRESETS, Mode, Preset
 from paceline.runtime.settings import DEFAULTS, FIELDS, ServerArgs, help_text, resolve
@@ -100,6 +101,29 @@ def test_what_contradicts_nothing_is_allowed() -> None:
     """hyper takes a wait of zero; a non-loopback address takes a key."""
     assert ServerArgs(scheduler_mode=Mode.HYPER, batch_wait_ms=0).pace.batch_wait_ms == 0
     assert ServerArgs(host="0.0.0.0", api_key=("k",)).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("keys", [("",), (" ",), ("k", ""), ("\t\n", "k")])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_empty_key_is_no_key(keys: tuple[str, ...], host: str) -> None:
+    """As a file has it that was rendered without its secret; everybody has that key."""
+    with pytest.raises(SettingsError, match="api_key='\\*\\*\\*' holds an empty key"):
+        ServerArgs(host=host, api_key=keys)
+
+
+def test_without_a_home_folder_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service's user may have none; the BLAS does without."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.delenv("PACELINE_CACHE", raising=False)
+    with pytest.raises(SettingsError, match="set HOME in the environment, or PACELINE_CONFIG"):
+        resolve({}, {})
+    with pytest.raises(SettingsError, match="set HOME in the environment, or PACELINE_CACHE"):
+        cache_dir()
+    assert resolve({}, {"PACELINE_CONFIG": "/nowhere/config.toml"}).args.port == 8000
 
 
 @pytest.mark.parametrize(("told", "fixed"), [("auto", None), ("0", 0), ("4", 4), (3, 3)])
