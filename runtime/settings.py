@@ -48,7 +48,8 @@ class ServerArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _help("port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
     api_key: Annotated[
-        tuple[str, ...], _help("accepted API keys; required when host is not loopback")
+        tuple[str, ...],
+        _help("accepted API keys, none of them empty; required when host is not loopback"),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...], _help("web origins allowed besides loopback ones; '*' allows all")
