@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -20,6 +21,12 @@ from paceline.runtime.model import LoadedModel, find_model, load
 from paceline.runtime.modes import Mode
 from paceline.runtime.shutdown import leave
 from paceline.runtime.text import Text
+
+# What an example takes says what else the machine does, and nothing of the code.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 _session: list[pytest.Session] = []
 

@@ -134,7 +134,7 @@ def _check(client: _Client) -> None:
     assert client.ends <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_MODES, _OPS)
 def test_nothing_leaks_and_everything_ends_once(
     mode: tuple[Mode, CohortPolicy], ops: list[Op]

@@ -197,7 +197,7 @@ def _depth(value: Any) -> int:
     return 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(value=_JSON, ascii=st.booleans(), step=st.integers(1, 40))
 def test_depth_is_told_whatever_strings_hold(value: Any, ascii: bool, step: int) -> None:
     """Brackets, quotes and backslashes within strings are no structure, wherever a step ends."""

@@ -18,7 +18,7 @@ from paceline.runtime.context import RowContext, Sampling
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_noise_has_the_hosts_bits(seed: int, position: int) -> None:
     """Integer mixing gives the same 32 bits a token in MLX as in numpy."""
     key = noise.stream_key(seed, position)
@@ -36,7 +36,7 @@ def test_gumbel_noise_is_right_at_both_ends() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1.0, 3.0, 7.0]),
@@ -97,7 +97,7 @@ _SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.0, 1.0, 3.0]),
@@ -159,7 +159,7 @@ class _Logits:
         return self._host
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.lists(_SAMPLINGS, min_size=1, max_size=3), st.integers(0, 2))
 def test_a_row_commits_the_same_wherever_it_is_chosen(
     seed: int, asked: list[Sampling], depth: int

@@ -106,7 +106,7 @@ def test_branches_keep_the_form(depth: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(SAMPLERS), st.integers(0, 4), st.booleans())
 def test_answers_always_have_the_form(
     number: int, sampling: Sampling, depth: int, rejecting: bool

@@ -185,7 +185,7 @@ def check_interleaving(data: st.DataObject, arithmetic: str, geometry: int, how:
     ("arithmetic", "how"),
     [("lockstep", "host"), ("lockstep", "device"), ("lockstep", "rejection"), ("stock", "host")],
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.data())
 def test_rows_that_fail_harm_nobody(
     arithmetic: str, how: str, geometry: int, data: st.DataObject
@@ -196,7 +196,7 @@ def test_rows_that_fail_harm_nobody(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", sorted(MAKERS))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.data())
 def test_branching_rows_that_fail_harm_nobody(arithmetic: str, data: st.DataObject) -> None:
     """The same where rows take turns on the lane that branches and on B1, with one bank."""

@@ -98,7 +98,7 @@ def test_the_size_of_reading_chunks_changes_no_bit(installed: Installed, text: T
     assert (at_once.tokens, at_once.logprobs) == (last.tokens, last.logprobs)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_rows_bits_do_not_know_its_neighbours(
     data: st.DataObject, installed: Installed, text: Text

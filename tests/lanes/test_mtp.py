@@ -162,7 +162,7 @@ def test_log_probabilities_keep_their_bits_at_every_depth_and_width() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_changing_every_neighbour_changes_nothing_of_a_row(data: st.DataObject) -> None:
     """Other prompts, seeds, samplers, lengths, joins and cancellations leave a row's bits alone."""
@@ -189,7 +189,7 @@ def _shared(made: list[tuple[Trunk, Head]] = []) -> tuple[Trunk, Head]:  # noqa:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 5), st.sampled_from([0.0, 0.8, 1.2])
 )

@@ -140,7 +140,7 @@ def test_scored_prompts_are_computed() -> None:
     assert len(delta.prompt_logprobs) == 150
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 6),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(60, 200)), max_size=12),

@@ -36,7 +36,7 @@ def _plain_filter(logits: NDArray[np.float32], s: Sampling) -> set[int]:
     return set(map(int, order))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([40, 700, 49_152]),
     st.sampled_from([0.5, 3.0, 8.0]),
@@ -61,7 +61,7 @@ def test_filters_keep_what_a_full_sort_keeps(
     assert int(kept[0]) == int(logits.argmax())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**63), st.sampled_from([0.2, 0.7, 1.0, 1.3, 5.0]))
 def test_the_lazy_draw_equals_noise_for_every_token(seed: int, temperature: float) -> None:
     """Skipping tokens that cannot win never changes who wins."""
@@ -210,7 +210,7 @@ def test_bias_and_prompt_are_read_once_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from([40, 5000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_logits_keep_exactly_k_and_the_lowest_ids(seed: int, k: int, size: int) -> None:
     """Ties at the edge of top_k fall by token id, and equal scores by logit, then by id."""
     logits = np.round(_logits(size, 1.0, seed))

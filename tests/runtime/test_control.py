@@ -152,7 +152,7 @@ def test_a_prompt_without_such_text_is_encoded_the_plain_way(make: Make, templat
     assert text.encode(text.decode(tokens), add_special=False) == tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.sampled_from([*_NAMES, "<|im_", "end|>", "<think></think>", "x", "|>", "[", "]"]),

@@ -51,7 +51,7 @@ def _lengths(tokenizer: Tokenizer) -> Lengths:
 
 
 @pytest.mark.parametrize("make", [*MAKERS, _normal, _stripped, _dropping, _gathering])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=_TEXT)
 def test_no_text_has_fewer_tokens_than_the_bound(make: Callable[[], Tokenizer], text: str) -> None:
     """The bound holds for every text, with whatever a tokenizer drops, joins or adds."""

@@ -90,7 +90,7 @@ MAKERS: list[Callable[[], Tokenizer]] = [byte_level, llama, metaspace, word_piec
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_tokens_read_as_the_tokenizer_reads_them(
     make: Callable[[], Tokenizer], data: st.DataObject
@@ -118,7 +118,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
         raise
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.sampled_from([*_ADDED, "if x:", "\n", "    return 1", " ", "\u00e8"]), max_size=8)
 )

@@ -57,7 +57,7 @@ def test_conversations_without_markers_are_tokenized_the_plain_way(text: Text) -
     assert text.encode_chat(messages) == text.encode(rendered, add_special=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(_COVERED, max_size=60))
 def test_text_survives_token_by_token(text: Text, original: str) -> None:
     """Joined deltas give the text back, and no delta ever holds half a character."""
