@@ -139,7 +139,7 @@ def test_a_call_that_is_cut_is_not_complete() -> None:
         '{"arguments": {"a": NaN}, "name": "f"}',
         '{"arguments": {"a": -Infinity}, "name": "f"}',
         '{"arguments": {"a": ' + "9" * 5_000 + '}, "name": "f"}',
-        '{"arguments": {"a": ' + "[" * 5_000 + "]" * 5_000 + '}, "name": "f"}',
+        '{"arguments": {"a": ' + "[" * 50_000 + "]" * 50_000 + '}, "name": "f"}',
     ],
 )
 @given(st.data())
