@@ -352,10 +352,12 @@ async def _compiled(
         return ()
     _check_rows(rows)
 
-    def work() -> Sequence[Grammar]:
-        return text.grammars.for_rows(text.grammars.compile(source, thinking), rows)
-
-    return await FORMS.do(work)
+    grammar = await FORMS.do(lambda: text.grammars.compile(source, thinking))
+    text.grammars.check_rows(grammar, rows)
+    found: list[Grammar] = []
+    while len(found) < rows:  # one after another, so that others have their turns in between
+        found += await FORMS.do(lambda: text.grammars.for_rows(grammar, 1))
+    return found
 
 
 def _prompt_items(body: CompletionRequest) -> list[str] | list[list[int]]:

@@ -88,11 +88,15 @@ class Http1Protocol(H11Protocol):
                     await self._send_error_response(error.error_status_hint)
                 await self.send(Closed())
                 return
-            if event is h11.PAUSED and len(self.connection.trailing_data[0]) > _MOST_AHEAD:
+            ahead = len(self.connection.trailing_data[0])
+            # Without a stream there is no answer whose end would wake who waits here.
+            if event is h11.PAUSED and self.stream is not None and ahead > _MOST_AHEAD:
                 await self.can_read.clear()
                 await self.can_read.wait()
             elif event in (h11.PAUSED, h11.NEED_DATA) or isinstance(event, h11.ConnectionClosed):
                 return
+            elif self.stream is None and not isinstance(event, h11.Request):
+                return  # of a request that was answered before it was here, which ends all
             else:
                 await self._take(event)
 
@@ -102,7 +106,7 @@ class Http1Protocol(H11Protocol):
             await self._check_protocol(event)
             await self._create_stream(event)
         elif self.stream is None:
-            pass  # of a request that was answered before it was here
+            raise AssertionError("only a request begins a stream")
         elif isinstance(event, h11.Data):
             await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
         elif isinstance(event, h11.EndOfMessage):

@@ -102,6 +102,15 @@ class Grammars:
         Raises:
             CallerError: When that are too many rows for so large a grammar.
         """
+        self.check_rows(grammar, rows)
+        return [self._with_room(partial(self._alone, grammar)) for _ in range(rows)]
+
+    def check_rows(self, grammar: Grammar, rows: int) -> None:
+        """Bound what rows of one grammar cost together.
+
+        Raises:
+            CallerError: When that are too many rows for so large a grammar.
+        """
         source = grammar.source
         if len(source.text) * rows > _MOST_ROWS:
             raise CallerError(
@@ -109,7 +118,6 @@ class Grammars:
                 f"{rows} choices",
                 param=source.param,
             )
-        return [self._with_room(partial(self._alone, grammar)) for _ in range(rows)]
 
     def _alone(self, grammar: Grammar) -> Grammar:
         matcher = LLMatcher(self._engine, grammar.source.text, log_level=0, limits=_LIMITS)

@@ -58,7 +58,11 @@ def _named(
     pairs = []
     for one in given:
         name, _, url = one.partition("=")
-        if not name or urlsplit(url).scheme != "http":
+        try:
+            known = urlsplit(url).scheme == "http"
+        except ValueError:
+            known = False  # brackets that are no address
+        if not name or not known:
             raise click.BadParameter(f"{one!r} is not NAME=http://HOST:PORT/v1")
         pairs.append((name, url))
     return pairs

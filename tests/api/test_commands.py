@@ -50,6 +50,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
         (["--concurrency", "1,0"], "'1,0' is no list"),
         (["--url", "foo"], "'foo' is not NAME=http://"),
         (["--url", "a=https://x/v1"], "is not NAME=http://"),
+        (["--url", "a=http://[x"], "is not NAME=http://"),
         (["--rounds", "0"], "0 is not in the range"),
         (["--tokens", "0"], "0 is not in the range"),
     ],
